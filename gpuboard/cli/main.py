@@ -27,7 +27,7 @@ GROUPS = {  # by package
     "see": ("board", "status", "serve"),
     "reserve": ("allocate", "leases", "renew", "release", "env"),
     "use": ("run", "launch", "runs", "logs", "stop", "explain"),
-    "setup": ("demo", "config"),
+    "setup": ("demo", "config", "doctor"),
 }
 COMMANDS = {name: group for group, names in GROUPS.items() for name in names}
 

@@ -64,6 +64,7 @@ class NodeFeed:
         self.node = node
         self.facts = NodeFacts(name=node.name)
         self.link: AgentLink | ShellLink | None = None
+        self.failure: TransportError | None = None  # the error of ``facts``, where that has one
         self.failed_at = 0.0  # when the last link was lost, or could not be opened
         self.retry_at: float | None = None  # when to connect again
         self._connector = connector
@@ -280,6 +281,7 @@ class NodeFeed:
             wait_s = self._routes.failed(self._route, error.kind, now)
             if error.kind == "no-python":
                 error = self._without_python(error)
+            self.failure = error
             if wait_s == 0.0:
                 self._open()
                 return

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpuboard.cluster.feed import NodeFeed
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
-from gpuboard.cluster.snapshot.views import View, standing
+from gpuboard.cluster.snapshot.views import NodeFacts, View, standing
 from gpuboard.cluster.timing import TIMING, FleetTiming
 from gpuboard.model.replies import Read
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 from gpuboard.shellprobe.connector import NodeConnector
-from gpuboard.transport.base import CallFailed, LinkLost
+from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.link import Pending
 
 if TYPE_CHECKING:
@@ -98,6 +98,16 @@ class Fleet:
         return self._monitor.known_as(feed.facts) if self._monitor is not None and feed is not None else None
 
     @property
+    def facts(self) -> list[NodeFacts]:
+        """What the feeds know of their nodes now, in the order given."""
+        return [feed.facts for feed in self._feeds.values()]
+
+    @property
+    def failures(self) -> dict[str, TransportError]:
+        """Why nodes have no connection, with the remedy, by name."""
+        return {name: feed.failure for name, feed in self._feeds.items() if feed.facts.error and feed.failure}
+
+    @property
     def names(self) -> list[str]:
         """The nodes, in the order given."""
         return list(self._feeds)
@@ -165,7 +175,7 @@ class Fleet:
     def snapshot(self) -> Snapshot:
         """Return every node's newest reading, each with its age, judged now."""
         now, at = time.monotonic(), time.time()
-        nodes = [feed.facts for feed in self._feeds.values()]
+        nodes = self.facts
         view = View(
             now=now,
             at=at,

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     rows = {key: {"value": value, "origin": configuration.origins.get(key, "default")} for key, value in values.items()}
     if context.nodesets:
         rows["nodes"] = {"value": context.nodesets, "origin": "command line"}
-    problems = _key_problems(configuration.settings) + _theme_problems(configuration.settings, context.env)
+    problems = problems_of(configuration.settings, context.env)
     names: list[str] = []
     try:
         names = [node.name for node in context.nodes()]
@@ -55,6 +55,11 @@ def run(args: argparse.Namespace, context: Context) -> int:
         print(f"\nnodes: {folded(names)} ({len(names)})")
     print(f"\nconfig files: {paths.SITE_CONFIG}, {context.config_file or paths.user_config(context.env)}")
     return 0
+
+
+def problems_of(settings: Settings, env: Mapping[str, str]) -> list[str]:
+    """Return the errors in the settings of the board, which start without them."""
+    return _key_problems(settings) + _theme_problems(settings, env)
 
 
 def _key_problems(settings: Settings) -> list[str]:

@@ -1,0 +1,157 @@
+"""The checks of each node (pure): connection, agent, NVML, GPUs, reservations, clock; and whether nodes agree."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from gpuboard.cluster.inventory.nodes import Node, folded
+from gpuboard.cluster.snapshot.views import NodeFacts
+from gpuboard.doctor.machine import split_remedy
+from gpuboard.launch.preflight.check import Check, grouped
+from gpuboard.model.snapshot import NodeView
+from gpuboard.model.text import clean
+from gpuboard.model.units import format_duration
+from gpuboard.transport.base import TransportError
+
+CLOCK_S = 5.0  # difference of two clocks that is worth a warning
+_AGENT_KINDS = {"no-python", "exited", "limits"}  # errors after the login
+_NVML_REMEDIES = {
+    "no NVIDIA driver": "install it; for a host without GPUs, list the GPU nodes in `nodes` or with --nodes",
+    "driver is not loaded": "on that node, as root: nvidia-smi, or modprobe nvidia; see dmesg",
+}
+
+
+class NodeSeen(msgspec.Struct, frozen=True):
+    """What is known of one node."""
+
+    node: Node
+    facts: NodeFacts
+    view: NodeView
+    failure: TransportError | None = None  # why there is no connection
+    offset_s: float | None = None  # how far its clock is ahead of this machine's, at least; None: not read
+
+
+def clock_offset(at: float, sent: float, arrived: float) -> float:
+    """Return how far a node's clock is ahead (negative: behind), at least, in seconds.
+
+    ``at``: the time of a reading by the node's clock; ``sent``, ``arrived``: when it was requested and when it arrived,
+    by this machine's.
+
+    >>> clock_offset(10, 9, 11), clock_offset(19, 9, 11), clock_offset(4, 9, 11)
+    (0.0, 8, -5)
+    """
+    return max(at - arrived, 0.0) or min(at - sent, 0.0)
+
+
+def node_checks(seen: Sequence[NodeSeen]) -> list[Check]:
+    """Return the checks of all nodes."""
+    return [check for one in seen for check in _node(one)] + _agree(seen)
+
+
+def none_reached(seen: Sequence[NodeSeen]) -> bool:
+    """Return whether there are nodes to reach and none of them delivered a reading."""
+    tried = [one for one in seen if not one.facts.closed]
+    return bool(tried) and all(one.facts.reading is None for one in tried)
+
+
+def _node(seen: NodeSeen) -> list[Check]:
+    name, reading = seen.node.name, seen.facts.reading
+    checks = _connection(seen)
+    if reading is None:
+        return checks
+    checks += _nvml(seen)
+    if seen.view.scheduler_state is None:
+        checks.append(_reservations(name, reading.claims_error))
+    elif seen.view.scheduler_reason:
+        words = f"{seen.view.scheduler_state}: {seen.view.scheduler_reason}"
+        checks.append(Check("slurm", name, "warn", clean(words), "", "ask the administrator who set that state"))
+    return [*checks, _clock(name, seen.offset_s)]
+
+
+def _connection(seen: NodeSeen) -> list[Check]:
+    """Return the checks of the connection and of the agent."""
+    name, facts, failure = seen.node.name, seen.facts, seen.failure
+    way = "local" if seen.node.host is None else "ssh" if seen.node.job is None else "srun"
+    if facts.closed:
+        words, remedy = "not permitted: you have no job running there", 'start a job there, or set ssh = "all"'
+        return [Check(way, name, "skipped", words, "Slurm shows its GPUs", remedy)]
+    if failure is None and facts.reading is None:
+        return [Check(way, name, "fail", "no answer yet", "", f"try `ssh {name}`" if way == "ssh" else "")]
+    if failure is not None and failure.kind not in _AGENT_KINDS:
+        return [Check(way, name, "fail", clean(failure.words), "", clean(failure.remedy))]
+    user = f"connected as {clean(facts.hello.user, 64)}" if facts.hello is not None else "connected"
+    checks = [Check(way, name, "ok", user)] if way != "local" else []
+    if failure is not None:
+        return [*checks, Check("agent", name, "fail", clean(failure.words), "", clean(failure.remedy))]
+    if facts.hello is None or facts.hello.python:
+        python = clean(facts.hello.python, 32) if facts.hello is not None else "?"
+        return [*checks, Check("agent", name, "ok", f"runs under Python {python}")]
+    cause = "it is read through nvidia-smi, and its GPUs cannot be reserved"
+    remedy = "install python3 (3.6 or later) there, or set `python` in the config"
+    return [*checks, Check("agent", name, "warn", "python3 cannot be started", cause, remedy)]
+
+
+def _nvml(seen: NodeSeen) -> list[Check]:
+    name, view, reading = seen.node.name, seen.view, seen.facts.reading
+    if reading is not None and reading.nvml_error:
+        words, remedy = split_remedy(clean(reading.nvml_error))
+        for text, better in _NVML_REMEDIES.items():
+            remedy = better if text in words else remedy
+        return [Check("NVML", name, "fail", words, "", remedy or "see `nvidia-smi` and dmesg on that node")]
+    if not view.gpus:
+        return [Check("NVML", name, "warn", "no GPU found", "", "take the node out of `nodes` if it has none")]
+    models = sorted({clean(gpu.name, 64) for gpu in view.gpus})
+    cuda = f", CUDA {view.cuda}" if view.cuda else ""
+    words = f"{len(view.gpus)} x {' + '.join(models)}, driver {view.driver or '?'}{cuda}"
+    if view.source == "nvidia-smi":
+        cause, remedy = "NVML cannot be loaded there: readings are slower", "install libnvidia-ml.so.1 there"
+        checks = [Check("NVML", name, "warn", f"{words}, through nvidia-smi", cause, remedy)]
+    else:
+        checks = [Check("NVML", name, "ok", words)]
+    found = []
+    for gpu in view.gpus:
+        words = f"GPU {gpu.index}"
+        if gpu.state == "broken":
+            found.append(Check("GPU", name, "fail", words, f"broken: {clean(gpu.reason)}", "drain the node; see dmesg"))
+        elif gpu.sick:
+            found.append(Check("GPU", name, "warn", words, f"sick: {clean('; '.join(gpu.sick))}", ""))
+        elif gpu.state == "unknown" and reading is not None and reading.claims_error is None:
+            found.append(Check("GPU", name, "warn", words, f"unknown: {clean(gpu.reason)}", ""))
+        if "disputed" in gpu.flags:
+            cause, remedy = f"disputed: {clean(gpu.reason)}", "agree with the other owner; one of you releases it"
+            found.append(Check("GPU", name, "warn", words, cause, remedy))
+    return checks + grouped(found)
+
+
+def _reservations(name: str, error: str | None) -> Check:
+    if error is None:
+        return Check("reservations", name, "ok", "the folder of claims is root's, sticky, and on the node itself")
+    words, remedy = split_remedy(clean(error))
+    return Check("reservations", name, "fail", words, "", remedy)
+
+
+def _clock(name: str, offset_s: float | None) -> Check:
+    if offset_s is None:
+        return Check("clock", name, "skipped", "no reading on request")
+    if abs(offset_s) <= CLOCK_S:
+        return Check("clock", name, "ok", f"within {CLOCK_S:.0f} s of this machine's")
+    words = f"{format_duration(abs(offset_s))} {'ahead of' if offset_s > 0 else 'behind'} this machine's"
+    cause = "a lease expires by the clock of its node"
+    return Check("clock", name, "warn", words, cause, "synchronize both: see `chronyc tracking` or `timedatectl`")
+
+
+def _agree(seen: Sequence[NodeSeen]) -> list[Check]:
+    """Return whether all nodes have one driver."""
+    nodes = defaultdict(list)
+    for one in seen:
+        if one.view.driver is not None and one.facts.reading is not None:
+            nodes[one.view.driver].append(one.node.name)
+    if len(nodes) < 2:
+        every = sum(map(len, nodes.values()))
+        return [Check("driver", None, "ok", f"{next(iter(nodes))} on all {every} nodes")] if every > 1 else []
+    words = "; ".join(f"{driver} on {folded(names)}" for driver, names in sorted(nodes.items()))
+    remedy = "update the older driver: NCCL may choose different paths on the nodes"
+    return [Check("driver", None, "warn", words, "the nodes differ", remedy)]
