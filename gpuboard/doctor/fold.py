@@ -17,21 +17,32 @@ _SUMMARY: tuple[tuple[CheckStatus, str, str], ...] = (
     ("fail", "failed", "failed"),
     ("skipped", "skipped", "skipped"),
 )
+_MOST: dict[CheckStatus, int] = {"ok": 4, "skipped": 4, "warn": 12, "fail": 12}  # lines with one name and status
 
 
 def fold(checks: Sequence[Check]) -> list[Check]:
     """Return ``checks`` ordered by name, those merged that differ only in their node, which is then a nodeset.
 
-    A node's own name in the texts becomes NODE: each error of ssh names its node.
+    A node's own name in the texts becomes NODE: each error of ssh names its node. Of different results with one name
+    and status at most a few are listed, then one line stands for the rest.
     """
-    names = list(dict.fromkeys(check.name for check in checks))
     merged: dict[Check, list[Check]] = {}
-    for check in sorted(checks, key=lambda check: names.index(check.name)):
+    for check in checks:
         merged.setdefault(_anonymous(check), []).append(check)
-    return [
-        members[0] if len(members) == 1 else msgspec.structs.replace(common, node=_nodeset(members))
-        for common, members in merged.items()
-    ]
+    by_kind: dict[tuple[str, CheckStatus], list[list[Check]]] = {}
+    for members in merged.values():
+        by_kind.setdefault((members[0].name, members[0].status), []).append(members)
+    names = list(dict.fromkeys(check.name for check in checks))
+    lines = []
+    for (name, status), groups in sorted(by_kind.items(), key=lambda item: names.index(item[0][0])):
+        most = _MOST[status]
+        listed, rest = (groups, []) if len(groups) <= most else (groups[: most - 1], groups[most - 1 :])
+        lines += [_line(members) for members in listed]
+        if rest:
+            others = [check for members in rest for check in members]
+            words = f"{len(others)} {'more ' if listed else ''}results; --json has them all"
+            lines.append(Check(name, _nodeset(others), status, words))
+    return lines
 
 
 def summary(checks: Sequence[Check]) -> str:
@@ -40,6 +51,13 @@ def summary(checks: Sequence[Check]) -> str:
     return ", ".join(
         f"{counts[status]} {one if counts[status] == 1 else many}" for status, one, many in _SUMMARY if counts[status]
     )
+
+
+def _line(members: Sequence[Check]) -> Check:
+    """Return one check for those that differ only in their node."""
+    if len(members) == 1:
+        return members[0]
+    return msgspec.structs.replace(_anonymous(members[0]), node=_nodeset(members))
 
 
 def _anonymous(check: Check) -> Check:

@@ -88,6 +88,9 @@ def test_nothing_failed_and_nothing_reached(nodes: Cluster, login: Host) -> None
     found = checks(login, code=0)
     assert {c["status"] for c in found} == {"ok", "skipped"}
     assert [c["evidence"] for c in found if c["name"] == "driver"] == ["580.159.04 on all 3 nodes"]
+    found = checks(login, code=6, GPUBOARD_PYTHON="python3-not-there")
+    without = [(c["node"], c["name"], c["status"]) for c in found if c["name"] in {"ssh", "agent"}]
+    assert without[:2] == [("gpu01", "ssh", "ok"), ("gpu01", "agent", "fail")]
     other_key(nodes, "gpu01", "gpu02", "gpu03")
     found = checks(login, code=6)
     assert [(c["node"], c["name"]) for c in found if c["status"] == "fail"] == [
