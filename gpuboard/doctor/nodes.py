@@ -58,16 +58,16 @@ def none_reached(seen: Sequence[NodeSeen]) -> bool:
 
 
 def _node(seen: NodeSeen) -> list[Check]:
-    name, reading = seen.node.name, seen.facts.reading
+    name, reading, view = seen.node.name, seen.facts.reading, seen.view
     checks = _connection(seen)
+    if view.scheduler_reason:
+        words = clean(f"{view.scheduler_state}: {view.scheduler_reason}")
+        checks.append(Check("slurm", name, "warn", words, "Slurm starts no job there", "ask who set that state"))
     if reading is None:
         return checks
     checks += _nvml(seen)
-    if seen.view.scheduler_state is None:
+    if view.scheduler_state is None:
         checks.append(_reservations(name, reading.claims_error))
-    elif seen.view.scheduler_reason:
-        words = f"{seen.view.scheduler_state}: {seen.view.scheduler_reason}"
-        checks.append(Check("slurm", name, "warn", clean(words), "", "ask the administrator who set that state"))
     return [*checks, _clock(name, seen.offset_s)]
 
 

@@ -1,4 +1,4 @@
-"""Which nodes there are, where Slurm says it: without a configuration, and by partition."""
+"""Slurm's nodes as the inventory, without a configuration and by partition; what `gpuboard doctor` reports of them."""
 
 from __future__ import annotations
 
@@ -52,3 +52,27 @@ def test_without_an_answer_from_slurm_named_nodes_are_still_read(slurm: SlurmClu
     assert "; list nodes with --nodes, or in the config" in done.stderr
     seen = gpuboard(slurm, "status", "--nodes", "gpu01", "--json")
     assert [node["name"] for node in json.loads(seen.stdout)["nodes"]] == ["gpu01"]
+
+
+def test_doctor_skips_nodes_without_a_job_of_mine_and_reports_the_controller(slurm: SlurmCluster) -> None:
+    slurm.update("node", "gpu03", State="DRAIN", Reason="fan")
+    slurm.submit(["--gres=gpu:2", "-w", "gpu02", "--wrap", "sleep 600"], running=True)
+    done = gpuboard(slurm, "doctor", "--json")
+    assert done.returncode == 0, done.stdout
+    found = json.loads(done.stdout)["checks"]
+    assert [(c["node"], c["status"]) for c in found if c["name"] == "ssh"] == [
+        ("gpu01", "skipped"), ("gpu02", "ok"), ("gpu03", "skipped"),
+    ]  # fmt: skip
+    ours, drained = [c for c in found if c["name"] == "slurm"]
+    assert (ours["status"], ours["evidence"].partition(": ")[2]) == (
+        "ok", "the controller answers; nodes with GPUs: gpu[01-03]",
+    )  # fmt: skip
+    assert (drained["node"], drained["status"], "fan" in drained["evidence"]) == ("gpu03", "warn", True)
+    slurm.controller("kill")
+    done = gpuboard(slurm, "doctor", "--json", "--nodes", "gpu01")
+    [failed] = [c for c in json.loads(done.stdout)["checks"] if c["status"] == "fail"]
+    assert (done.returncode, failed["name"], failed["remedy"]) == (
+        1,
+        "slurm",
+        "is it running there? see `scontrol ping`",
+    )

@@ -101,7 +101,9 @@ def test_faults_of_a_node_that_was_read() -> None:
         ("agent", "warn"), ("NVML", "warn"),
     ]  # fmt: skip
     drained = seen("gpu01", scheduler_state="idle+drain", scheduler_reason="fan [root]", claims_error="no matter")
-    assert [found[1:4] for found in bad(drained)] == [("slurm", "warn", "idle+drain: fan [root]")]
+    assert [found[1:4] for found in bad(drained)] == [
+        ("slurm", "warn", "idle+drain: fan [root]; Slurm starts no job there")
+    ]
 
 
 def test_drivers_that_differ_are_listed_with_their_nodes() -> None:
