@@ -61,7 +61,7 @@ def machine_facts(settings: Settings, env: Mapping[str, str]) -> MachineFacts:
 
 def _room(folder: Path) -> tuple[str | None, int | None]:
     """Return why files cannot be created in ``folder``, which need not exist, and how many bytes are free."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # Path.exists raises
     try:
         disk = os.statvfs(existing)
     except OSError as error:

@@ -150,8 +150,9 @@ def _agree(seen: Sequence[NodeSeen]) -> list[Check]:
         if one.view.driver is not None and one.facts.reading is not None:
             nodes[one.view.driver].append(one.node.name)
     if len(nodes) < 2:
-        every = sum(map(len, nodes.values()))
-        return [Check("driver", None, "ok", f"{next(iter(nodes))} on all {every} nodes")] if every > 1 else []
+        return [
+            Check("driver", None, "ok", f"{driver} on every node") for driver, names in nodes.items() if len(names) > 1
+        ]
     words = "; ".join(f"{driver} on {folded(names)}" for driver, names in sorted(nodes.items()))
     remedy = "update the older driver: NCCL may choose different paths on the nodes"
     return [Check("driver", None, "warn", words, "the nodes differ", remedy)]

@@ -87,15 +87,17 @@ def test_each_node_has_its_own_results(nodes: Cluster, login: Host) -> None:
 def test_nothing_failed_and_nothing_reached(nodes: Cluster, login: Host) -> None:
     found = checks(login, code=0)
     assert {c["status"] for c in found} == {"ok", "skipped"}
-    assert [c["evidence"] for c in found if c["name"] == "driver"] == ["580.159.04 on all 3 nodes"]
+    assert [c["evidence"] for c in found if c["name"] == "driver"] == ["580.159.04 on every node"]
     found = checks(login, code=6, GPUBOARD_PYTHON="python3-not-there")
     without = [(c["node"], c["name"], c["status"]) for c in found if c["name"] in {"ssh", "agent"}]
     assert without[:2] == [("gpu01", "ssh", "ok"), ("gpu01", "agent", "fail")]
-    other_key(nodes, "gpu01", "gpu02", "gpu03")
-    found = checks(login, code=6)
-    assert [(c["node"], c["name"]) for c in found if c["status"] == "fail"] == [
-        ("gpu01", "ssh"), ("gpu02", "ssh"), ("gpu03", "ssh"),
-    ]  # fmt: skip
+    other_key(nodes, "gpu02", "gpu03")
+    nodes["gpu01"].sshd("MaxSessions 0")
+    for transport in ("asyncssh", "paramiko"):
+        failed = [c for c in checks(login, code=6, GPUBOARD_TRANSPORT=transport) if c["status"] == "fail"]
+        assert [(c["node"], c["name"]) for c in failed] == [("gpu01", "ssh"), ("gpu02", "ssh"), ("gpu03", "ssh")]
+        assert "opened no session" in failed[0]["evidence"]
+        assert "MaxSessions" in failed[0]["remedy"]
 
 
 def test_a_config_that_cannot_be_read_is_a_failed_check(login: Host) -> None:

@@ -67,12 +67,13 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _sections(args: argparse.Namespace, context: Context) -> tuple[dict[str, list[Check]], bool]:
     """Return the checks by section, and whether none of the nodes could be reached."""
+    from gpuboard.cluster.inventory.first_run import config_of
     from gpuboard.doctor.collect import read_nodes
     from gpuboard.doctor.machine import config_checks, config_failure, machine_checks, machine_facts
     from gpuboard.doctor.nodes import node_checks, none_reached
 
     problems = problems_of(context.settings, context.env)
-    files = [paths.SITE_CONFIG, context.config_file or paths.user_config(context.env)]
+    files = [paths.SITE_CONFIG, context.config_file or config_of(context.env)]
     nodes: list[Node] = []
     wrong: list[Check] = []
     try:

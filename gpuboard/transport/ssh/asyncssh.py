@@ -126,7 +126,10 @@ class AsyncsshTransport:
         try:
             async with _Deadline(self._timeout_s, turn) as deadline:
                 channel.connection = connection = await self._log_in(host, tunnel, deadline)
-                await connection.create_session(lambda: channel, command, encoding=None, request_pty=False)
+                try:
+                    await connection.create_session(lambda: channel, command, encoding=None, request_pty=False)
+                except asyncssh.ChannelOpenError as error:
+                    raise errors.no_session(host.name, error.reason) from error
             if agent:
                 turn.starting = True
                 await channel.begun.wait()

@@ -138,6 +138,12 @@ def not_through(name: str, hop: str, reason: str) -> TransportError:
     return TransportError("unreachable", f"ssh: {name} cannot be reached{through}: {reason}")
 
 
+def no_session(name: str, reason: str) -> TransportError:
+    """Return the error for a server that accepts the login but starts no command."""
+    remedy = f"does `ssh {name} true` work? MaxSessions in its sshd_config must be at least 1"
+    return TransportError("refused", f"ssh: {name} accepted the login but opened no session: {reason}", remedy)
+
+
 def dropped(name: str, reason: str) -> TransportError:
     """Return the error for a connection that the server closed before login."""
     return TransportError("lost", f"ssh: {reason or 'disconnected while logging in'}", f"try `ssh {name}`")

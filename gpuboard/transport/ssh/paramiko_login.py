@@ -202,7 +202,7 @@ def explain(error: Exception, host: resolve.Resolved, *, hop: str, timeout_s: fl
     if isinstance(error, TimeoutError):
         return errors.no_answer(timeout_s)
     if isinstance(error, paramiko.ChannelException):
-        return errors.not_through(host.name, hop, error.text)
+        return errors.not_through(host.name, hop, error.text) if hop else errors.no_session(host.name, error.text)
     if isinstance(error, paramiko.AuthenticationException):
         return errors.key_refused(host.name, host.user)
     if isinstance(error, (EOFError, ConnectionResetError, BrokenPipeError)):
