@@ -23,8 +23,8 @@ _MOST: dict[CheckStatus, int] = {"ok": 4, "skipped": 4, "warn": 12, "fail": 12} 
 def fold(checks: Sequence[Check]) -> list[Check]:
     """Return ``checks`` ordered by name, those merged that differ only in their node, which is then a nodeset.
 
-    A node's own name in the texts becomes NODE: each error of ssh names its node. Of different results with one name
-    and status at most a few are listed, then one line stands for the rest.
+    In merged checks a node's own name becomes NODE: errors of ssh contain it. Different results of one check and status
+    are listed up to ``_MOST``; the rest is one line.
     """
     merged: dict[Check, list[Check]] = {}
     for check in checks:

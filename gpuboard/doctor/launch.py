@@ -25,8 +25,7 @@ from gpuboard.transport.connector import Connector
 
 _TIMING = HeadTiming(start_s=12.0, probe_s=5.0)  # so that the whole command takes about 15 s
 _ANY_TARGET = Target("script", "/dev/null")  # preflight reads the target; no rank runs it
-# about the target, which there is none of, and about the drivers, which have a check for all nodes
-_LEFT_OUT = {"script", "driver"}
+_LEFT_OUT = {"script", "driver"}  # the placeholder above; checked for all nodes together (doctor/nodes.py)
 
 
 class LaunchProbe:
