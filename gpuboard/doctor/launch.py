@@ -49,7 +49,7 @@ class LaunchProbe:
             secret=secrets.token_hex(16),
             cwd=cwd,
             environ=environ,
-            options=options,
+            options=msgspec.structs.replace(options, preflight_only=True),
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._supervisors = Supervisors(self._plan, nodes, connector, self._inbox, _TIMING)
@@ -58,15 +58,13 @@ class LaunchProbe:
     def start(self) -> None:
         """Start the supervisors and request their facts, without waiting."""
         self._supervisors.open()
-        self._calls.start(ranks=False)
+        self._calls.start()
 
     def checks(self, snapshot: Snapshot) -> list[Check]:
         """Wait for all replies and return the checks. ``snapshot``: the GPUs of the nodes."""
         calls = self._calls
         self._wait(calls.started)
         if len(self._plan.nodes) > 1:
-            calls.probe_listen()
-            self._wait(calls.listening)
             calls.probe_connect()
             self._wait(calls.probed)
         device = self._plan.options.device
