@@ -28,6 +28,10 @@ BENCHES = {
         "From the command to the first all-reduce, 4 ranks on CPU, beside `torchrun --standalone`, alternating. "
         "Goal: a ratio of at most 0.75."
     ),
+    "preflight": (
+        "Preflight of a launch: on 2 nodes over real ssh sessions on this machine, and of the real head on 64 "
+        "simulated nodes that reply late; 20 ms round trip in both. Goals: at most 3 s for 2 nodes, 5 s for 64."
+    ),
     "watching": (
         "What the launcher uses while a run is well: CPU of head, guard, supervisor and store per rank, pings and the "
         "signs of activity included. Goal: at most 0.5 % of a core."
