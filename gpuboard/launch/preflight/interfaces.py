@@ -24,11 +24,12 @@ def interface_checks(facts: Mapping[str, LaunchFacts], expected: Mapping[str, st
         right = expected.get(node)
         if right is not None and not seen.socket_ifname:
             checks.append(Check("interface", node, "ok", clean(right)))
-        for name, value in seen.socket_ifname.items():
-            if name == "NCCL_SOCKET_IFNAME" and device == "cpu":
+        for name, select in _SELECT.items():
+            value = seen.socket_ifname.get(name)
+            if value is None or (name == "NCCL_SOCKET_IFNAME" and device == "cpu"):
                 continue
             status: CheckStatus = "warn" if name == "GLOO_SOCKET_IFNAME" and device == "cuda" else "fail"
-            chosen, missing = _gloo(value, seen.addresses) if name[0] == "G" else _nccl(value, seen.addresses)
+            chosen, missing = select(value, seen.addresses)
             if missing:
                 cause = f"no such interface with an address; there are {clean(', '.join(seen.addresses)) or 'none'}"
             elif right is None or right in chosen or len(facts) == 1:
@@ -65,3 +66,6 @@ def _nccl(value: str, known: Collection[str]) -> tuple[list[str], bool]:
 
     chosen = [name for name in known if listed(name) is not exclude and not (exclude and name == _LOOPBACK)]
     return chosen, not chosen
+
+
+_SELECT = {"GLOO_SOCKET_IFNAME": _gloo, "NCCL_SOCKET_IFNAME": _nccl}
