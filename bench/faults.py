@@ -2,8 +2,8 @@
 
     python bench/faults.py [FAULT…] [--ranks 3] [--limit 60] [--alone]
 
-An explanation of gpuboard counts when one line names the rank and the cause with the words below; for torchrun the cause is
-enough, anywhere in its output. A run that says nothing within the limit counts as the
+An explanation of gpuboard counts when one line names rank and cause with the words below; for torchrun the cause
+is enough, anywhere in its output. A run that reports nothing within the limit counts as the
 limit. Also checked: no process is left after the run.
 """
 
