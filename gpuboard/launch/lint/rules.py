@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import msgspec
 
@@ -172,6 +173,7 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr |
     return [(one, None) for one in target.elts]
 
 
+@cache
 def _binds(scope: ast.AST | None, name: str) -> bool:
     """Whether a function has a parameter of this name, or assigns to it."""
     if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):

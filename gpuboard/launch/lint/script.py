@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import stat
 import warnings
+from itertools import islice
 from pathlib import Path
 
 from gpuboard.launch.lint.rules import RULES
@@ -15,6 +16,7 @@ from gpuboard.model.text import clean
 
 _LARGEST = 128 * 1024  # bytes, 3,500 lines: takes 0.3 s; longer files are mostly generated
 _SITES = 3  # places of one warning that are named
+_MOST = 20  # that are looked for: bounds the time for a generated file
 
 
 def script_checks(target: Target, folder: Path) -> list[Check]:
@@ -63,7 +65,7 @@ def _checks(source: bytes, file: str) -> list[Check]:
         return []
     checks = []
     for rule in RULES:
-        found = sorted(set(rule.find(tree)))
+        found = sorted(set(islice(rule.find(tree), _MOST)))
         places = [f"{file}:{line} {what}" for line, what in found[:_SITES]]
         if len(found) > _SITES:
             places.append(f"{len(found) - _SITES} more")

@@ -17,7 +17,7 @@ _SHOWN = 8  # names
 
 
 def without_gradient(message: str, trace: "Optional[TracebackType]") -> str:
-    """Return the names of the parameters that a message numbers, as text; "" if there are none or they are not known.
+    """Return the names of the parameters that a message numbers, as text; "" for other messages and without names.
 
     The error is raised in the next forward(), so a frame has the model.
     """
