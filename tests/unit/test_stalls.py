@@ -145,6 +145,13 @@ def test_ranks_that_agree_are_kept_apart_by_the_network() -> None:
     assert "so the network between gpu01, gpu02 may not deliver" in found.words
 
 
+def test_ranks_that_look_for_another_store_get_the_reason() -> None:
+    alone = {f"rank{rank}": status(rank, joined=False) for rank in (0, 1)}
+    found = verdict(seen(0, INIT), seen(1, INIT), **alone)
+    assert found is not None
+    assert found.words == ("in init_process_group at train.py:9: ranks 0-1 have not connected to the store of this run")
+
+
 def test_groups_used_in_different_order_are_a_cycle() -> None:
     first = seen(0, REDUCE, group(4, 4), group(2, 1, name="a"), group(1, 1, name="b"))
     second = seen(1, REDUCE, group(4, 4), group(1, 1, name="a"), group(2, 1, name="b"))

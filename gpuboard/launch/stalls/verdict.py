@@ -116,8 +116,11 @@ def _doing(one: Activity) -> str:
         "code": "running" if one.status.quiet_s is None else "idle",
         "unknown": "state unknown",
     }[one.doing]
-    place = f" at {one.place}" if one.place else ""
-    return f"{words}{place}{_worker(one) if one.doing == 'data' else ''}"
+    return f"{words}{_at(one)}{_worker(one) if one.doing == 'data' else ''}"
+
+
+def _at(one: Activity) -> str:
+    return f" at {one.place}" if one.place else ""
 
 
 def _collective(one: Activity) -> str:
@@ -158,7 +161,7 @@ def _stopped(ones: list[Activity], waits: Mapping[int, frozenset[int]], activiti
         else:
             where = f" in {clean(evidence.wchan, 60)}" if evidence and evidence.wchan else ""
             state = f"is in uninterruptible sleep{where} (driver or file system)"
-        parts.append(f"{one.status.label}, which {state}" + (f" at {one.place}" if one.place else ""))
+        parts.append(f"{one.status.label}, which {state}{_at(one)}")
     if len(ones) > _NAMED:
         parts.append(f"{len(ones) - _NAMED} more")
     pids = [f"kill -CONT {one.evidence.pid} on {one.status.node}" for one in ones[:1] if one.evidence]
@@ -321,8 +324,7 @@ def _signature(entry: Collective) -> str:
 def _cycle(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:
     ones = [activities[rank] for rank in sorted(waits)]
     parts = [
-        f"{one.status.label} waits in {_collective(one)}{f' at {one.place}' if one.place else ''} "
-        f"for ranks {ranges(waits[one.status.rank])}"
+        f"{one.status.label} waits in {_collective(one)}{_at(one)} for ranks {ranges(waits[one.status.rank])}"
         for one in ones[:_NAMED]
     ]
     return Stall(
@@ -336,6 +338,15 @@ def _cycle(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activit
 
 
 def _network(ones: list[Activity]) -> Stall:
+    if not any(one.status.joined for one in ones):
+        return Stall(
+            "stall-network",
+            tuple(one.status.rank for one in ones),
+            None,
+            f"in {ones[0].call or 'init_process_group'}{_at(ones[0])}: {_labels(ones)} "
+            "have not connected to the store of this run",
+            "leave MASTER_ADDR and MASTER_PORT as they are, and call init_process_group without init_method",
+        )
     nodes = list(dict.fromkeys(one.status.node for one in ones))
     between = f"the network between {', '.join(clean(node, 60) for node in nodes[:4])}"
     if len(nodes) > 4:
@@ -347,7 +358,7 @@ def _network(ones: list[Activity]) -> Stall:
         tuple(one.status.rank for one in ones),
         None,
         f"in {_collective(ones[0]) if ones[0].doing == 'collective' else ones[0].call or 'init_process_group'}"
-        f"{f' at {ones[0].place}' if ones[0].place else ''}: {_labels(ones)} take part with equal arguments, "
+        f"{_at(ones[0])}: {_labels(ones)} take part with equal arguments, "
         f"so {between} may not deliver",
         "check the network: `gpuboard launch --preflight-only`, firewall, interface (GLOO_SOCKET_IFNAME, "
         "NCCL_SOCKET_IFNAME)",
