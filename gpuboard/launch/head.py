@@ -194,7 +194,8 @@ class Head:
         program = self._plan.target.kind == "program"
         options = self._plan.options
         found = preflight(self._plan.rank_map, first.master_addr, options.device, answers, python=not program)
-        self.checks = skipped([*found, *self._script_checks], options.skip)
+        found += self._script_checks
+        self.checks = skipped(found, options.skip)
         self._store = not program or (first.node in answers.facts and answers.facts[first.node].torch is not None)
         self._write("preflight.json", {"schema": 1, "checks": self.checks})
         self._failed_at = time.time() if failed(self.checks) else 0.0
