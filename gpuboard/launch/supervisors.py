@@ -34,7 +34,6 @@ SupervisorCall = Literal[
     "signal",
     "stdin",
     "stop",
-    "processes",
     "inspect",
     "py-spy",
     "ping",

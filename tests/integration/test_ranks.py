@@ -478,12 +478,12 @@ def test_processes_are_listed_with_their_rank(folder: Path) -> None:
         family(here)
 
         def listed() -> list[dict[str, Any]]:
-            found: list[dict[str, Any]] = here.call("processes")["processes"]
-            return found if "T" in {p["state"] for p in found} else []
+            found: list[dict[str, Any]] = here.call("inspect")["ranks"]
+            return found if any(child["state"] == "T" for rank in found for child in rank["children"]) else []
 
         found = until(listed, "one of them is stopped")
-        assert {p["rank"] for p in found} == {0}
-        assert found[0]["rss"] > 0
+        assert [rank["rank"] for rank in found] == [0]
+        assert "sleep" in {child["name"] for child in found[0]["children"]}
 
 
 def test_an_unknown_call_and_a_call_out_of_order_are_refused(folder: Path) -> None:

@@ -66,7 +66,6 @@ class Supervisor:
             "signal": self._signal,
             "stdin": self._stdin,
             "stop": self._stop,
-            "processes": self._processes,
             "inspect": self._inspect,
             "py-spy": self._take_pyspy,
             "ping": lambda _id, _args: {},
@@ -274,20 +273,6 @@ class Supervisor:
         else:
             self._end(None, grace_s, set(args.get("spare") or ()))
         return {}
-
-    def _processes(self, _call: int, _args: "Dict[str, Any]") -> "Any":
-        processes = teardown.read_processes()
-        found = [
-            (child.rank, processes[pid])
-            for child in self._workers.running()
-            for pid in sorted({child.pid} | teardown.descendants(child.pid, processes))
-            if pid in processes
-        ]
-        return {
-            "processes": [
-                {"pid": p.pid, "rank": rank, "state": p.state, "cpu_s": p.cpu_s, "rss": p.rss} for rank, p in found
-            ]
-        }
 
     def _inspect(self, call: int, _args: "Dict[str, Any]") -> "Any":
         ranks = [(c.rank, c.pid, self._workers.server_path(c.rank)) for c in self._workers.running()]
