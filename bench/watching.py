@@ -44,6 +44,8 @@ def main() -> None:
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             while not all((folder / str(rank)).exists() for rank in range(args.ranks)):
+                if run.poll() is not None:
+                    sys.exit(f"the launch ended with exit code {run.returncode}")
                 time.sleep(0.1)
             own = [pid for pid in family(run.pid) if b"script.py" not in words(pid)] + [run.pid]
             before, started = sum(cpu_ns(pid) for pid in own), time.monotonic()

@@ -58,10 +58,12 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Return the arguments. Raises UsageError, also for an empty value (usually an unset shell variable)."""
-        rest = [action.dest for action in self._actions if action.nargs == argparse.REMAINDER]
+        rest = {action.dest for action in self._actions if action.nargs == argparse.REMAINDER}
         at = self._leading(words)[1] if rest else len(words)
         found = self.parse_args(words[:at])
         for dest in rest:  # argparse would lose words at `--`, and read `train.py` after `--wait` as the duration
+            if taken := getattr(found, dest):  # a word that starts with a dash and is not an option: -, -1, "-a b"
+                self.error(f"unrecognized arguments: {taken[0]}")
             setattr(found, dest, list(words[at:]))
         for action in self._actions:
             if getattr(found, action.dest, None) == "" and action.default != "":

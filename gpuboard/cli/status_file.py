@@ -46,14 +46,14 @@ def recorded(outcome: dict[str, Any], file: str | None, *, printed: bool = False
         outcome |= {"exit_code": 1, "error": lines(f"{type(error).__name__}: {error}")}
         raise
     finally:
-        if printed:
-            sys.stdout.write(msgspec.json.encode(outcome).decode() + "\n")
         if file:
             try:
                 with open(file, "wb", opener=_opener) as stream:
                     stream.write(msgspec.json.encode(outcome) + b"\n")
             except OSError as error:
                 report(f"{OPTION} {file}: {error.strerror}")
+        if printed:  # last: stdout may be full or closed
+            sys.stdout.write(msgspec.json.encode(outcome).decode() + "\n")
 
 
 def _opener(path: str, flags: int) -> int:

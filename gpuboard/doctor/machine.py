@@ -1,4 +1,4 @@
-"""What this machine needs: config, state folder, keeper, py-spy, Slurm. Facts and their checks (pure)."""
+"""What this machine needs: config, state folder, keeper, py-spy, Slurm. Facts, read here, and their checks (pure)."""
 
 from __future__ import annotations
 

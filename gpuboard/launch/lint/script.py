@@ -8,7 +8,7 @@ import warnings
 from itertools import islice
 from pathlib import Path
 
-from gpuboard.launch.lint.rules import RULES
+from gpuboard.launch.lint.rules import RULES, Rule
 from gpuboard.launch.lint.tree import ScriptTree
 from gpuboard.launch.preflight.check import Check
 from gpuboard.launch.target import Target
@@ -61,14 +61,15 @@ def _checks(source: bytes, file: str) -> list[Check]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the script's text: invalid escapes
             tree = ScriptTree(ast.parse(source))
+        return [check for rule in RULES if (check := _check(rule, tree, file)) is not None]
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: expressions nested too deeply
         return []
-    checks = []
-    for rule in RULES:
-        found = sorted(set(islice(rule.find(tree), _MOST)))
-        places = [f"{file}:{line} {what}" for line, what in found[:_SITES]]
-        if len(found) > _SITES:
-            places.append(f"{len(found) - _SITES} more")
-        if places:
-            checks.append(Check(rule.name, None, "warn", ", ".join(places), rule.cause, rule.remedy))
-    return checks
+
+
+def _check(rule: Rule, tree: ScriptTree, file: str) -> Check | None:
+    """Return the places of one mistake, None without any."""
+    found = sorted(set(islice(rule.find(tree), _MOST)))
+    places = [f"{file}:{line} {what}" for line, what in found[:_SITES]]
+    if len(found) > _SITES:
+        places.append(f"{len(found) - _SITES} more")
+    return Check(rule.name, None, "warn", ", ".join(places), rule.cause, rule.remedy) if places else None
