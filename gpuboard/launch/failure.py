@@ -233,7 +233,8 @@ class FailureWatch:
             and self.stop_reason is not None
             and ended.signal in (signal.SIGTERM, signal.SIGKILL)
         ):
-            return 1  # an uncaught exception, whose exit handlers were cut short by our own signal
+            # Our own signal cut its exit handlers short: the code of its sys.exit(), or that of an uncaught exception.
+            return self._left.get(self.cause.rank, (0.0, 1))[1] or 1
         if ended.signal is not None:
             return 128 + ended.signal
         return ended.code or 1

@@ -159,7 +159,8 @@ class Head:
         """Return the run as ``runs --json`` shows it."""
         watch = self._watch
         for rank, line in self._relay.last_line.items():
-            watch.note_output(rank, line)
+            tail = self._relay.errors.get(rank)
+            watch.note_output(rank, line, tail[-1] if tail else "")
         return RunView(
             id=self._plan.run,
             lease=self._plan.rank_map.lease,
@@ -348,7 +349,8 @@ class Head:
             self._succeeded = True  # the store on node rank 0 may end; the ranks' helpers have their grace
             options = self._plan.options
             self._supervisors.call_all("stop", {"grace_s": options.helper_grace_s, "reason": "all ranks ended"})
-        if self._terminated_at is not None and not self._stopping() and self._grace_left(now) == 0.0:
+        unheeded = self._terminated_at is not None and not self._stopping() and not self._watch.finished
+        if unheeded and self._grace_left(now) == 0.0:
             self._stop("the ranks have not ended after SIGTERM", 128 + signal.SIGTERM, 0.0)
             self._stop_if_needed(now)
         if self._stop_at is not None:

@@ -96,6 +96,15 @@ def test_arguments_of_the_target_are_passed_unchanged(line: str, n: int | None, 
     assert (args.n, parse_target(args.target), args.device) == (n, target, "cuda")
 
 
+@pytest.mark.parametrize("line", ["--n 2 -1 train.py", "- --n 2 train.py"])
+def test_a_word_that_is_no_option_is_not_lost(line: str) -> None:
+    parser = Parser("gpuboard launch", launch.HELP)
+    launch.add_arguments(parser)
+    add_common(parser)
+    with pytest.raises(UsageError):
+        parser.read(line.split())
+
+
 def test_each_node_gets_its_own_start_config() -> None:
     first, second = planned(lost_head_s=None).nodes
     assert (first.node, first.node_rank, first.nodes, first.world_size, first.listen) == ("gpu01", 0, 2, 3, True)

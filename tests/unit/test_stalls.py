@@ -248,3 +248,12 @@ def test_the_end_of_a_stall_is_reported_and_the_place_is_given_more_time_afterwa
     run.watch.quiet(0, 3.0, 0.0, 100.0)
     run.watch.quiet(1, 3.0, 0.0, 100.0)
     assert run.follow(300, start=100.0) == pytest.approx(137, abs=5), "twice as long as the wait before"
+
+
+def test_a_node_that_could_not_be_inspected_ends_no_stall() -> None:
+    run = Run(IDLE, quiet=True)
+    assert run.follow(60)
+    report = run.watch.report
+    run.watch.messages.clear()
+    run.watch.inspected([status(0), status(1)], [Inspection([WAITING])], 20.0)
+    assert (run.watch.report, run.watch.messages) == (report, [])

@@ -64,6 +64,13 @@ def test_a_rank_that_raised_and_was_stopped_in_the_end_failed_with_1() -> None:
     assert [failed.ranks[rank].state for rank in (0, 1)] == ["killed", "failed"]
 
 
+def test_a_rank_that_handled_its_exception_with_an_exit_keeps_its_code() -> None:
+    """On a busy node the rank is still ending when the run is stopped."""
+    failed = feed(watch(), BOOM, events.Leaving(1, 3))
+    feed(failed, Exited(1, signal=signal.SIGTERM), at=13.0)
+    assert failed.exit_code() == 3
+
+
 @pytest.mark.parametrize(
     ("ended", "words", "code"),
     [

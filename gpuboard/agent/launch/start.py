@@ -277,9 +277,7 @@ def start_worker(  # noqa: PLR0917
 ) -> Worker:
     """Start a new training interpreter that runs module ``body`` ("worker" or "store") with ``task`` as its config.
 
-    ``shown``: arguments that ps shows; ``keep``: descriptors to inherit; ``stdin``: a pipe, else /dev/null.
-
-    To be called in the main thread only: a
+    ``shown``: arguments that ps shows; ``keep``: descriptors to inherit. To be called in the main thread only: a
     child's death signal fires when the thread that started it ends. Raises CallRefused.
     """
     script, script_end = os.pipe()

@@ -29,7 +29,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
 
 
 class ControlServer:
-    """Listens until closed; calls ``handle`` in its own thread and sends what that returns."""
+    """Listens until closed; calls ``handle`` in a thread for each client and sends what that returns."""
 
     def __init__(self, folder: Path, handle: Callable[[ControlRequest], object]) -> None:
         """Raises OSError when there can be no socket in the folder."""
@@ -55,10 +55,14 @@ class ControlServer:
                 client, _ = self._socket.accept()
             except OSError:
                 return
-            with client, contextlib.suppress(OSError, msgspec.DecodeError):
-                client.settimeout(2.0)  # the folder is private, but a client may hang
-                request = msgspec.json.decode(client.makefile("rb").readline(), type=ControlRequest)
-                client.sendall(msgspec.json.encode(self._handle(request)) + b"\n")
+            # Each in its own thread: an explanation takes seconds, and a request to stop must not wait for it.
+            threading.Thread(target=self._answer, args=(client,), name="control-client", daemon=True).start()
+
+    def _answer(self, client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError, msgspec.DecodeError):
+            client.settimeout(2.0)  # the folder is private, but a client may hang
+            request = msgspec.json.decode(client.makefile("rb").readline(), type=ControlRequest)
+            client.sendall(msgspec.json.encode(self._handle(request)) + b"\n")
 
 
 def ask(folder: Path, request: ControlRequest, timeout_s: float = 5.0) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import shutil
 import sys
 import zlib
@@ -54,10 +55,18 @@ class Inspections:
         if node in self._sent or path is None:
             return
         self._sent.add(node)
-        args: dict[str, str] = {"path": str(path)}
-        if self._nodes[node].host is not None:
-            args = {"data": base64.b64encode(zlib.compress(path.read_bytes())).decode("ascii")}
+        here = self._nodes[node].host is None
+        args = {"path": str(path)} if here else {"data": _packed(path)}
         self._supervisors.call(node, "py-spy", args, _REPLY_S, Done)
+
+
+@functools.cache
+def _packed(path: Path) -> str:
+    """Return a program for the call ``py-spy``; "" if it cannot be read."""
+    try:
+        return base64.b64encode(zlib.compress(path.read_bytes())).decode("ascii")
+    except OSError:
+        return ""
 
 
 def pyspy() -> Path | None:

@@ -115,6 +115,10 @@ class StallWatch:
     def inspected(self, statuses: Sequence[RankStatus], found: Sequence[Inspection], now: float) -> None:
         """Evaluate an inspection of all nodes."""
         evidence = {one.rank: one for inspection in found for one in inspection.ranks}
+        unseen = any(not status.ended and status.rank not in evidence for status in statuses)
+        if unseen and (self.report is not None or not evidence):  # a node was too slow: neither progress nor its end
+            self._look_at, self._next_on_gpus = now + self._interval, now + self._gpu_s
+            return
         self._load = max([inspection.load or 0.0 for inspection in found], default=self._load)
         activities = {status.rank: activity(status, evidence.get(status.rank)) for status in statuses}
         stall = diagnose(activities)

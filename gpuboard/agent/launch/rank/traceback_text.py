@@ -14,7 +14,7 @@ _FRAME = re.compile(r' +File "(.+)", line (\d+)(?:, in (.+))?$')
 _RAISED = re.compile(r"([^\W\d][\w.<>]*)(?:: (.*))?$", re.S)
 _GROUP = re.compile(r"^ *[|] ?", re.M)  # the margin of an exception group
 _LIBRARIES = tuple({sysconfig.get_path(key) + "/" for key in ("stdlib", "platstdlib", "purelib", "platlib")})
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[.]\d+/")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.]\d+/")
 
 
 def is_library(filename: str) -> bool:

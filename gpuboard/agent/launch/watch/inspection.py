@@ -16,6 +16,7 @@ import time
 import zlib
 
 from gpuboard.agent import proc
+from gpuboard.agent.event_loop import IN
 from gpuboard.agent.launch import teardown
 from gpuboard.agent.launch.watch.signs import load
 
@@ -28,7 +29,7 @@ if MYPY:
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _DEADLINE_S = 5.0  # of the whole inspection
 _STACK_S = 3.0  # of py-spy: 0.1 s as a rule, more on a busy node
-_ANSWER_S = 1.0  # of a rank's worker server, whose threads need no GIL for the flight recorder
+_ANSWER_S = 1.0  # of all ranks' worker servers, whose threads need no GIL for the flight recorder
 _FRAMES = 64  # of a stack: the innermost ones
 _CHILDREN = 8  # of a rank whose stacks are read, for example DataLoader workers
 _RECENT = 8  # collectives of each process group that are reported
@@ -80,7 +81,7 @@ def start(
             received.append(data)
 
     timer = loop.after(_DEADLINE_S, finish)
-    loop.watch(fd_in, 1, read)
+    loop.watch(fd_in, IN, read)
 
 
 def pyspy(path: "Optional[str]", data: "Optional[str]") -> "Optional[str]":
@@ -90,7 +91,7 @@ def pyspy(path: "Optional[str]", data: "Optional[str]") -> "Optional[str]":
     """
     if path and os.access(path, os.X_OK):
         return path
-    if data is None or not hasattr(os, "memfd_create"):
+    if not data or not hasattr(os, "memfd_create"):
         return shutil.which("py-spy")
     fd = os.memfd_create("py-spy")  # novm: tested above
     program = zlib.decompress(base64.b64decode(data))
@@ -120,7 +121,8 @@ def _run(parent: int, fd_out: int, ranks: "List[Tuple[int, int, str]]", pyspy: "
 def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dict[str, Any]":
     """Return what is found about ``ranks``: docs/launch-protocol.md, call ``inspect``."""
     # First: after a failure the other ranks have a moment only before they end, too.
-    collectives = {rank: _collectives(path) for rank, _, path in ranks}
+    until = time.monotonic() + _ANSWER_S
+    collectives = {rank: _collectives(pid, path, until) for rank, pid, path in ranks}
     processes = teardown.read_processes()
     found = []
     spies: "Dict[int, Optional[subprocess.Popen[bytes]]]" = {}
@@ -171,7 +173,7 @@ def _stack(spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float) -> 
     if spy is None:
         return {"stack": [], "stack_error": "py-spy cannot be started"}
     try:
-        out, err = spy.communicate(timeout=max(0.1, until - time.monotonic()))
+        out, err = spy.communicate(timeout=max(0.01, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         spy.kill()
         return {"stack": [], "stack_error": "py-spy did not end within %d s" % _STACK_S}
@@ -194,10 +196,13 @@ def _frames(thread: "Dict[str, Any]") -> "List[Dict[str, Any]]":
     ]
 
 
-def _collectives(path: str) -> "Optional[List[Dict[str, Any]]]":
+def _collectives(pid: int, path: str, until: float) -> "Optional[List[Dict[str, Any]]]":
     """Return the newest collectives of each process group of a rank; None if its flight recorder cannot be read."""
     # Only this handler: dump_traceback waits for the GIL, and at the interpreter's end that aborts the rank.
-    data = _ask(path, "fr_trace_json")
+    own = proc.read_process(pid)
+    if own is None or own.state in "tT":
+        return None  # a stopped process accepts the connection and never answers
+    data = _ask(path, "fr_trace_json", until)
     try:
         return None if data is None else process_groups(json.loads(data.decode("utf-8")))
     except (ValueError, KeyError, TypeError):
@@ -234,17 +239,17 @@ def process_groups(trace: "Dict[str, Any]") -> "List[Dict[str, Any]]":
     return found
 
 
-def _ask(path: str, handler: str) -> "Optional[bytes]":
+def _ask(path: str, handler: str, until: float) -> "Optional[bytes]":
     """Return the body of a response of a rank's worker server; None without one."""
     request = "POST /handler/%s HTTP/1.0\r\nHost: rank\r\nContent-Length: 0\r\n\r\n" % handler
     data = b""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.settimeout(_ANSWER_S)
+            client.settimeout(max(0.01, until - time.monotonic()))
             client.connect(path)
             client.sendall(request.encode("ascii"))
-            until = time.monotonic() + _ANSWER_S
-            while len(data) < _RESPONSE and time.monotonic() < until:
+            while len(data) < _RESPONSE:
+                client.settimeout(max(0.01, until - time.monotonic()))
                 more = client.recv(65536)
                 if not more:
                     break

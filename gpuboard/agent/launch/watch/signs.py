@@ -14,7 +14,7 @@ QUIET_S = 3.0  # a rank without signs of activity for this long is reported
 # Share of a core that counts as activity: a rank that waits in a collective of gloo uses less than 1 %, one that
 # computes gets more even where eight processes compete for each core.
 _ACTIVE = 0.05
-_CHILDREN = 64  # of a rank, for example DataLoader workers
+_CHILDREN = 64  # processes below a rank, for example DataLoader workers
 
 
 class _Rank:
@@ -87,15 +87,18 @@ def load() -> "Optional[float]":
 
 
 def _read(pid: int) -> "Tuple[Optional[str], float, int]":
-    """Return state, CPU seconds and bytes read and written of a rank with the children of its main thread.
+    """Return state, CPU seconds and bytes read and written of a rank with the processes below it (main threads').
 
-    A sum may decrease when a child ends; the parent then has its CPU time.
+    Those of a compiler that the rank has started count, too. A sum may decrease when a child ends; the parent then has
+    its CPU time.
     """
     state, cpu_s, transferred = _read_one(pid)
-    for child in _children(pid):
+    below = _children(pid)
+    for child in below:  # which grows
         _, child_cpu_s, child_transferred = _read_one(child)
         cpu_s += child_cpu_s
         transferred += child_transferred
+        below += _children(child)[: max(0, _CHILDREN - len(below))]
     return state, cpu_s, transferred
 
 
