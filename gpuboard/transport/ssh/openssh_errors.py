@@ -34,6 +34,7 @@ _DROPPED = re.compile(
     r"(?:kex|ssh)_exchange_identification: (.*)|banner exchange: (.*)|(Connection (?:closed|reset) by .*)"
 )
 _KILLED = "the agent was killed by a signal"
+_MASTER_ENDED = "debug1: Control master terminated unexpectedly"
 _BROKEN = re.compile(
     r"Timeout, server |client_loop: |Connection to .* closed by |Connection reset |Read from remote host "
     r"|Failed to connect to new control master|mux_client_\w+: (?:read from master failed|.*: Broken pipe)"
@@ -61,14 +62,13 @@ def explain_ssh(
     lines = [clean(line) for line in text.splitlines() if line.strip() and not _CHATTER.match(line)]
     if code != SSH_FAILED:
         return explain_exit(code, "\n".join(lines).encode(), python)
-    if connected or (was_alive and not alive and all(map(_BROKEN.match, lines))):
-        reason = next((line for line in reversed(lines) if _BROKEN.match(line)), "")
-        if alive and not reason:  # ssh does not report signals; nothing else ends a session like this
+    broken = next((line for line in reversed(lines) if _BROKEN.match(line)), "")
+    if alive and not broken and _MASTER_ENDED not in text:  # a killed process's socket closes after its sessions
+        if connected or not lines:  # ssh does not report signals; nothing else ends a session like this
             return TransportError("exited", _KILLED)
+    elif connected or (was_alive and all(map(_BROKEN.match, lines))):
         # a session ends without a message when the connection that it shares ends
-        return TransportError("lost", f"the connection was lost: {reason or 'ssh gave no reason'}")
-    if alive and not lines:
-        return TransportError("exited", _KILLED)
+        return TransportError("lost", f"the connection was lost: {broken or 'ssh gave no reason'}")
     return explain_login(text, host, hop=hop, timeout_s=timeout_s)
 
 
