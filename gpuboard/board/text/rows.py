@@ -55,13 +55,15 @@ class Cell(NamedTuple):
 class Row(NamedTuple):
     """A row. ``cells``: one for each column of the grid, or a callable that returns them when the row becomes visible.
 
-    A ``group`` is a heading: its first cell spans the whole width and the cursor skips it. Keys are unique.
+    A ``group`` is a heading: its first cell spans the whole width and the cursor skips it. Keys are unique. ``below``
+    returns a cell for each further line of a row in a grid of tall rows; each spans all columns.
     """
 
     key: str
     cells: Sequence[Cell] | Callable[[], Sequence[Cell]]
     group: bool = False
     dim: bool = False
+    below: Callable[[], Sequence[Cell]] | None = None
 
 
 class LazyRows(Sequence[Row], Generic[T]):
@@ -101,8 +103,16 @@ class Line(NamedTuple):
     cells: tuple[Cell, ...]
     group: bool
     dim: bool
-    cursor: bool
-    marked: bool
+    cursor: bool = False
+    marked: bool = False
+    below: tuple[Cell, ...] = ()
+
+    def line(self, number: int) -> Line:
+        """Return one of the lines of a tall row; 0 is the first."""
+        if not number:
+            return self
+        cell = self.below[number - 1] if number <= len(self.below) else Cell("")
+        return self._replace(cells=(cell._replace(rest=True),), group=False, marked=False)
 
 
 def share(columns: Sequence[Column], space: int) -> dict[int, int]:

@@ -103,6 +103,7 @@ class Grid(Dragging, can_focus=True):
     ) -> None:
         """``empty``: the text without rows; ``marks``: whether rows can be marked."""
         super().__init__(id=id)
+        self._tall = 1  # lines of a row
         self.columns = tuple(columns)
         self.empty = empty
         self._marking = marks
@@ -117,7 +118,7 @@ class Grid(Dragging, can_focus=True):
         self._sort: tuple[str, bool] | None = None
         self._space = 0  # the width shared by the columns
         self._widths: dict[int, int] = {}  # by index of a column; columns that do not fit are missing
-        self._lines: dict[int, tuple[Line, Strip | None]] = {}  # by index of a row: as drawn
+        self._lines: dict[int, tuple[Line, list[Strip]]] = {}  # by index of a row: as drawn; without strips: not yet
         self._drawn_with: Look | None = None
 
     # Public interface
@@ -167,13 +168,14 @@ class Grid(Dragging, can_focus=True):
                 at = self.index_of(self._cursor)
             if at is None:
                 at = self._neighbour(old, before)
-            visible = self.scroll_offset.y <= before < self.scroll_offset.y + self._page
+            visible = self._first <= before < self._first + self._page
             if len(old) != len(rows):
                 self._resized()
             self._cursor, self._at = None if at is None else rows[at].key, at or 0
             self._wanted = self._wanted or self._cursor
             if at is not None and visible and old:
-                self.scroll_to(y=max(0, self.scroll_offset.y + at - before), animate=False, force=True)
+                to = self.scroll_offset.y + (at - before) * self._tall
+                self.scroll_to(y=max(0, to), animate=False, force=True)
         self._settle()
         self._touch()
         self._send_moved()
@@ -183,6 +185,14 @@ class Grid(Dragging, can_focus=True):
         if tuple(columns) != self.columns:
             self.columns = tuple(columns)
             self._measure()
+
+    def set_tall(self, lines: int) -> None:
+        """Set how many lines a row takes; call ``set_rows`` with matching rows next."""
+        if lines != self._tall:
+            self._tall = lines
+            self._resized()
+            self.redraw()
+            self._reveal()
 
     def set_sort(self, key: str | None, reverse: bool = False) -> None:
         """Show in the header which column the rows are sorted by."""
@@ -210,9 +220,23 @@ class Grid(Dragging, can_focus=True):
         return cast("BoardApp", self.app).look
 
     @property
+    def _space_below(self) -> int:
+        """The number of lines below the header."""
+        return max(1, self.scrollable_content_region.height - HEADER)
+
+    @property
     def _page(self) -> int:
         """The number of rows that fit."""
-        return max(1, self.scrollable_content_region.height - HEADER)
+        return max(1, self._space_below // self._tall)
+
+    @property
+    def _first(self) -> int:
+        """The index of the first row on the screen."""
+        return self.scroll_offset.y // self._tall
+
+    def _row_at(self, y: int) -> int:
+        """Return the index of the row at line ``y`` of the widget; there may be no such row."""
+        return (y - HEADER + self.scroll_offset.y) // self._tall
 
     def on_mount(self) -> None:
         """Return the given size."""
@@ -226,7 +250,7 @@ class Grid(Dragging, can_focus=True):
             self._reveal()
 
     def _resized(self) -> None:
-        self.virtual_size = Size(0, len(self._rows) + HEADER)
+        self.virtual_size = Size(0, len(self._rows) * self._tall + HEADER)
 
     def _measure(self) -> None:
         self._share()
@@ -241,13 +265,19 @@ class Grid(Dragging, can_focus=True):
         row = self._rows[index]
         cells = row.cells() if callable(row.cells) else row.cells
         return Line(
-            tuple(cells), row.group, row.dim, index == self._at and row.key == self._cursor, row.key in self._marks
+            tuple(cells),
+            row.group,
+            row.dim,
+            index == self._at and row.key == self._cursor,
+            row.key in self._marks,
+            tuple(row.below()) if row.below is not None else (),
         )
 
     def _touch(self, only: Collection[int] | None = None) -> None:
         """Redraw the visible lines that have changed; ``only``: check only these."""
-        first = self.scroll_offset.y
-        last = min(len(self._rows), first + self._page)
+        top, tall = self.scroll_offset.y, self._tall
+        first = self._first
+        last = min(len(self._rows), -(-(top + self._space_below) // tall))
         width = self.size.width
         lines = {} if only is None else self._lines
         for index in range(first, last) if only is None else only:
@@ -259,13 +289,13 @@ class Grid(Dragging, can_focus=True):
             if drawn is not None and drawn[0] == line:
                 lines[index] = drawn
             else:
-                lines[index] = (line, None)
-                self.refresh(Region(0, index - first + HEADER, width, 1))
+                lines[index] = (line, [])
+                self.refresh(Region(0, index * tall - top + HEADER, width, tall))
         if only is not None:
             return
-        below = last - first
-        if len(self._lines) > below or not self._rows:  # fewer rows: clear the lines below them
-            self.refresh(Region(0, below + HEADER, width, max(0, self._page - below)))
+        if len(self._lines) > last - first or not self._rows:  # fewer rows: clear the lines below them
+            below = last * tall - top
+            self.refresh(Region(0, below + HEADER, width, max(0, self._space_below - below)))
         self._lines = lines
 
     def render_line(self, y: int) -> Strip:
@@ -283,14 +313,14 @@ class Grid(Dragging, can_focus=True):
                 self.columns, self._widths, self._sort, indent=self._indent, width=width, base=base, look=self._look
             )
             return strip(titles, base, width)
-        index = y - HEADER + self.scroll_offset.y
+        index, number = divmod(y - HEADER + self.scroll_offset.y, self._tall)
         if index >= len(self._rows):
             return self._empty_strip(y - HEADER, base, width)
-        line, drawn = self._lines.get(index) or (self._line(index), None)
-        if drawn is None:
-            drawn = self._row_strip(line, base, width)
+        line, drawn = self._lines.get(index) or (self._line(index), [])
+        if not drawn:
+            drawn = [self._row_strip(line.line(number), base, width, marked=line.marked) for number in range(self._tall)]
             self._lines[index] = (line, drawn)
-        return drawn
+        return drawn[number]
 
     def _empty_strip(self, y: int, base: Style, width: int) -> Strip:
         if self._rows or not self.empty or y < 1:
@@ -299,7 +329,7 @@ class Grid(Dragging, can_focus=True):
         text = lines[y - 1] if y <= len(lines) else ""
         return strip([("  ", base), *fit_runs([(text, base + self._look.style("dim"))], width - 2, base)], base, width)
 
-    def _row_strip(self, line: Line, base: Style, width: int) -> Strip:
+    def _row_strip(self, line: Line, base: Style, width: int, *, marked: bool) -> Strip:
         runs = row_runs(
             line,
             self.columns,
@@ -307,7 +337,7 @@ class Grid(Dragging, can_focus=True):
             marking=self._indent > 0,
             over=self._look.style("cursor") if line.cursor and self.ROW_CURSOR else Style(),
             width=width,
-            base=base + self._look.style("marked") if line.marked else base,
+            base=base + self._look.style("marked") if marked else base,
             look=self._look,
         )
         return strip(runs, base, width)
@@ -359,10 +389,11 @@ class Grid(Dragging, can_focus=True):
     def _reveal(self) -> None:
         """Scroll to the cursor, and to the heading if the cursor is right below it."""
         top = self._at - 1 if self._at and self._rows[self._at - 1].group else self._at
-        if top < self.scroll_offset.y:
-            self.scroll_to(y=top, animate=False, force=True)
-        elif self._at >= self.scroll_offset.y + self._page:
-            self.scroll_to(y=self._at - self._page + 1, animate=False, force=True)
+        end = (self._at + 1) * self._tall
+        if top * self._tall < self.scroll_offset.y:
+            self.scroll_to(y=top * self._tall, animate=False, force=True)
+        elif end > self.scroll_offset.y + self._space_below:
+            self.scroll_to(y=end - self._space_below, animate=False, force=True)
 
     def can_mark(self, key: str) -> bool:
         """Return whether the row of ``key`` can be marked."""
@@ -431,7 +462,7 @@ class Grid(Dragging, can_focus=True):
 
     def key_at(self, at: Offset) -> str | None:
         """Return the key of the row at ``at`` if it can be marked."""
-        index = at.y - HEADER + self.scroll_offset.y
+        index = self._row_at(at.y)
         row = self._rows[index] if self._marking and at.y >= HEADER and index < len(self._rows) else None
         return row.key if row is not None and not row.group and self.can_mark(row.key) else None
 
@@ -447,7 +478,7 @@ class Grid(Dragging, can_focus=True):
 
     def _drag_to(self, y: int, start: int) -> bool:
         """Put the cursor on the row at ``y``, or past the edge; return whether it is past the edge."""
-        index, beyond = row_at(y - HEADER, self.scroll_offset.y, self._page, len(self._rows))
+        index, beyond = row_at((y - HEADER) // self._tall, self._first, self._page, len(self._rows))
         self._go(index, 1 if beyond == (index > start) else -1)  # a heading does not stop a drag past the edge
         return beyond
 
@@ -461,7 +492,7 @@ class Grid(Dragging, can_focus=True):
             if (column := self.column_at(at.x)) is not None:
                 self.post_message(self.Sorted(self, column))
             return
-        index = at.y - HEADER + self.scroll_offset.y
+        index = self._row_at(at.y)
         if index >= len(self._rows) or self._rows[index].group:
             return
         self._go(index)
