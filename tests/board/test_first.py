@@ -60,7 +60,7 @@ sys.exit(main())
 """
         kept = {key: value for key, value in here.env.items() if key not in {"NO_COLOR", "LC_ALL", "LC_CTYPE"}}
         super().__init__([sys.executable, "-c", program], kept | {"TERM": "xterm-256color", "LANG": "C.UTF-8"} | env)
-        self.shows("Free")
+        self.shows("Utilization")
 
     def release(self, error: str = "") -> None:
         """Let textual be imported, or fail with an error."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.text.plots import area, bar, bins, plot, spark, time_axis
+from gpuboard.board.text.plots import bar, bins, curve, meter, per_cell, plot, spark, time_axis
 from gpuboard.board.theme.styles import ASCII, UNICODE, Glyphs
 
 GLYPHS = pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
@@ -27,15 +27,27 @@ def test_bars() -> None:
     assert [bar(part, 4, ASCII) for part in (0.001, 0.5, 1.0)] == ["-   ", "##  ", "####"]
 
 
-def test_an_area_is_filled_from_below() -> None:
-    assert area([0, 25, None, 75, 100], 2, UNICODE, 0, 100) == ["   ▄█", "▁▄ ██"]
-    assert area([0, 25, None, 75, 100], 2, ASCII, 0, 100) == ["   .#", ".: ##"]
+def test_a_meter_has_a_track_to_its_end() -> None:
+    assert [meter(part, 4, UNICODE) for part in (None, 0.0, 0.001, 0.5, 0.9, 1.0, 7.0)] == [
+        ("", "    "), ("", "────"), ("╸", "───"), ("━━", "──"), ("━━━╸", ""), ("━━━━", ""), ("━━━━", ""),
+    ]  # fmt: skip
+    assert meter(0.4, 4, ASCII) == ("=-", "..")
+
+
+def test_a_curve_is_one_thin_line_without_gaps() -> None:
+    assert curve([0, 100, 100, 0], 1, UNICODE, 0, 100) == ["⡸⢱"]
+    assert curve([50] * 4, 2, UNICODE, 0, 100) == ["⣀⣀", "  "]
+    assert curve([0, None, 100, 100, 0], 1, UNICODE, 0, 100) == ["⡀⠉⡆"]
+
+
+def test_in_ascii_the_area_below_a_curve_is_filled() -> None:
+    assert curve([0, 25, None, 75, 100], 2, ASCII, 0, 100) == ["   .#", ".: ##"]
 
 
 def test_a_plot_has_an_axis_and_the_newest_at_the_right() -> None:
     times = [float(second) for second in range(300)]
     lines = plot(times, [50.0] * 300, 15, 2, UNICODE, span_s=300, high=100)
-    assert lines == [(" 100│", "          "), ("   0│", "██████████")]
+    assert lines == [(" 100│", "⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀"), ("   0│", "          ")]
     assert plot(times, [50.0] * 300, 15, 3, ASCII, span_s=300, high=700)[0][0] == " 700|"
     assert plot([], [], 9, 2, UNICODE, span_s=300, high=100) == [(" 100│", "    "), ("   0│", "    ")]
 
@@ -75,7 +87,8 @@ def test_a_peak_keeps_its_shape_while_it_moves_through_the_plot(glyphs: Glyphs) 
         times = [peak_s + step_s * number for number in range(-20, count)]
         lines = plot(times, [100.0 if time == peak_s else 3.0 for time in times], 65, 2, glyphs, span_s=300, high=100)
         drawn.append([area for _, area in lines])
-    assert {top.strip() for top, _ in drawn} == {glyphs.spark[-1] if not glyphs.ascii else "#"}
+    peaks = {"#"} if glyphs.ascii else {"⣷", "⢸", "⡆"}
+    assert {mark for top, _ in drawn for mark in top if mark != " "} <= peaks
     ends = [len(top.rstrip()) for top, _ in drawn]
     assert ends == sorted(ends, reverse=True)
 
@@ -100,10 +113,13 @@ def test_spark_lines_have_their_width(glyphs: Glyphs, values: list[float | None]
 
 @GLYPHS
 @given(values=values, height=st.integers(1, 6))
-def test_areas_show_what_is_known(glyphs: Glyphs, values: list[float | None], height: int) -> None:
-    lines = area(values, height, glyphs, 0, 100)
-    assert [len(line) for line in lines] == [len(values)] * height
-    assert [mark == " " for mark in lines[-1]] == [value is None for value in values]
+def test_curves_show_what_is_known(glyphs: Glyphs, values: list[float | None], height: int) -> None:
+    lines = curve(values, height, glyphs, 0, 100)
+    each = per_cell(glyphs)
+    cells = -(-len(values) // each)
+    assert [len(line) for line in lines] == [cells] * height
+    blank = [all(line[cell] == " " for line in lines) for cell in range(cells)]
+    assert blank == [all(value is None for value in values[cell * each : (cell + 1) * each]) for cell in range(cells)]
 
 
 @given(

@@ -1,4 +1,7 @@
-"""The cluster view: free GPUs in the header, every node and GPU as a picture or as a table."""
+"""The cluster view: free GPUs in the header, every node and GPU as a picture or as a table.
+
+The picture of a single node has a row with meters per GPU, and its processes.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Banners, Lines, Summary
 from gpuboard.board.widgets.picture import Picture
+from gpuboard.board.widgets.single_node import MeterGrid, SingleNode
 from gpuboard.board.widgets.table import GpuTable
 
 _CYCLE = ("", "model", "memory", "utilization", "power", "temperature", "user", "age", "state", "reason")
@@ -70,6 +74,7 @@ class ClusterScreen(ActingScreen):
         self._query: Query = parse("")
         self._marks: frozenset[str] = frozenset()
         self._matching: int | None = None  # GPUs that match the filter; None: no filter
+        self._single = False  # there is one node only
 
     def compose(self) -> ComposeResult:
         """Header, filter, picture or table, the cursor's GPU, keys."""
@@ -79,6 +84,7 @@ class ClusterScreen(ActingScreen):
         yield Lines(id="wrong")
         with Horizontal(id="body"):
             yield Picture(id="picture")
+            yield SingleNode(self.board.core.history, id="single")
             yield GpuTable(self.board.core.history.utilization, id="table")
             yield GpuPanel(id="side")
         yield Lines(id="status")
@@ -91,6 +97,7 @@ class ClusterScreen(ActingScreen):
         box.value = self.view.filter
         box.set_class(bool(self.view.filter), "-open")
         box.disabled = not self.view.filter  # else keys pressed early would go into it
+        self._single = len(self.board.core.nodes) == 1
         self._switch()
         self.grid.set_empty(f"Reading {len(self.board.core.nodes)} nodes")
         self.set_focus(self.grid)
@@ -138,17 +145,20 @@ class ClusterScreen(ActingScreen):
     # Drawing
 
     @property
-    def grid(self) -> Picture | GpuTable:
+    def grid(self) -> Picture | MeterGrid | GpuTable:
         """The view that is shown."""
-        return (
-            self.query_one("#picture", Picture) if self.view.view == "picture" else self.query_one("#table", GpuTable)
-        )
+        if self.view.view != "picture":
+            return self.query_one("#table", GpuTable)
+        return self.query_one("#single", SingleNode).grid if self._single else self.query_one("#picture", Picture)
 
     def show(self, scene: Scene) -> None:
         """Draw ``scene``: the visible rows, and one pass over all GPUs for sums, filter and order."""
         self.query_one("#summary", Summary).show_scene(scene)
         self.query_one("#banners", Banners).show_scene(scene)
         matches = self._query.matches if self._query else None
+        if self._single != (len(scene.snapshot.nodes) == 1):
+            self._single = not self._single
+            self._exchange()
         grid = self.grid
         grid.set_empty(_NO_MATCH if matches else _NO_NODES)
         if isinstance(grid, Picture):
@@ -158,7 +168,10 @@ class ClusterScreen(ActingScreen):
             count = sum(len(item.node.gpus if item.shown is None else item.shown) for item in found)
         else:
             rows = arrange(scene, self.view, matches)
-            grid.show(scene, rows)
+            if isinstance(grid, MeterGrid):
+                self.query_one("#single", SingleNode).show(scene, rows)
+            else:
+                grid.show(scene, rows)
             count = sum(isinstance(row, Place) for row in rows) if matches else 0
         self._matching = count if matches else None
         self._show_side()
@@ -172,8 +185,8 @@ class ClusterScreen(ActingScreen):
 
     def restyle(self) -> None:
         """Draw both views with the new look."""
-        self.query_one("#picture", Picture).redraw()
-        self.query_one("#table", GpuTable).redraw()
+        for grid in self.query(Grid):
+            grid.redraw()
         super().restyle()
 
     def go_to(self, key: str) -> None:
@@ -276,18 +289,25 @@ class ClusterScreen(ActingScreen):
 
     def action_view(self) -> None:
         """Switch between picture and table."""
-        place, key = self.cursor_place, self.grid.cursor
-        focused = self.grid.has_focus
+        place, key, focused = self.cursor_place, self.grid.cursor, self.grid.has_focus
         self._change(view="table" if self.view.view == "picture" else "picture")
         self._switch()
-        self.grid.cursor = place.gpu.uuid if place and self.view.view == "picture" else key
+        self.grid.cursor = place.gpu.uuid if place and isinstance(self.grid, Picture) else key
+        if focused:
+            self.set_focus(self.grid)
+
+    def _exchange(self) -> None:
+        """Show the picture that fits the number of nodes, which has changed."""
+        focused = self.focused is not None and self.focused.id != "filter"
+        self._switch()
         if focused:
             self.set_focus(self.grid)
 
     def _switch(self) -> None:
         """Show the chosen view with the selection of the other."""
-        for grid in (self.query_one("#picture", Picture), self.query_one("#table", GpuTable)):
-            grid.display = grid is self.grid
+        single = self.query_one("#single", SingleNode)
+        for shown, grid in ((single, single.grid), *((grid, grid) for grid in self.query("#picture, #table"))):
+            shown.display = grid is self.grid
         self.grid.marks = self._marks
         self.grid.set_sort(self.view.sort or None, self.view.reverse)
         self.refresh_bindings()

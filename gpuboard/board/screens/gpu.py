@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -18,28 +17,18 @@ from gpuboard.board.scene import Place, Scene
 from gpuboard.board.screens import processes
 from gpuboard.board.text import gpu as gpu_lines
 from gpuboard.board.text.lines import Runs, above, named, title
+from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_key, process_rows
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.board.widgets.footer import Footer
-from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
+from gpuboard.board.widgets.grid import Grid, Row
 from gpuboard.board.widgets.pane import Pane
-from gpuboard.model.snapshot import ProcessView
-from gpuboard.model.units import format_duration, format_size
+from gpuboard.model.units import format_duration
 
-_PLOT_LINES, _PANEL_PLOT_LINES = 4, 2
+_PLOT_LINES = 4
+_PANEL_PLOT_LINES = (2, 6)  # at least, at most
+_PANEL_REST = 26  # lines that the panel needs besides, seldom more
 _PROCESSES = 12  # rows shown at once; more can be scrolled to
 _PANEL_PROCESSES = 6
-
-PROCESS_COLUMNS = (
-    Column("user", "User", 10),
-    Column("pid", "Pid", 8, right=True),
-    Column("memory", "Memory", 8, right=True, drop=2),
-    Column("runtime", "Runtime", 7, right=True, drop=3),
-    Column("job", "Job", 8, drop=5),
-    Column("lease", "Lease", 6, drop=4),
-    Column("container", "Container", 12, drop=6),
-    Column("note", "Note", 8, drop=1),
-    Column("command", "Command", 16, weight=1, least=16),
-)
 
 
 class Known(NamedTuple):
@@ -91,38 +80,6 @@ def notice(known: Known, width: int) -> list[Runs]:
     return named("Lost" if gpu.state == "broken" else "Not read", f"{gpu.error or gpu.reason}.{age}", "bad", width)
 
 
-def process_key(process: ProcessView) -> str:
-    """Return a process's identity: pids are reused."""
-    return f"{process.pid}:{process.started}"
-
-
-def process_rows(place: Place, *, dim: bool) -> list[Row]:
-    """Return the rows of a GPU's processes, most memory first; their keys are ``process_key``'s."""
-    found = sorted(place.gpu.processes or (), key=lambda process: (-(process.memory or 0), process.pid))
-    return [Row(process_key(process), partial(_process_cells, process), dim=dim) for process in found]
-
-
-def _process_cells(process: ProcessView) -> Sequence[Cell]:
-    note = "rogue" if process.rogue else process.type if process.type != "compute" else ""
-    runtime = "?" if process.runtime_s is None else format_duration(process.runtime_s)
-    return (
-        Cell("hidden" if process.user is None else process.user, "unknown" if process.user is None else ""),
-        Cell(str(process.pid)),
-        Cell(format_size(process.memory), "unknown" if process.memory is None else ""),
-        Cell(runtime, "unknown" if process.runtime_s is None else ""),
-        Cell(process.job or "-", "" if process.job else "dim"),
-        Cell(process.lease or "-", "" if process.lease else "dim"),
-        Cell(process.container or "-", "" if process.container else "dim"),
-        Cell(note, "bad" if process.rogue else "dim"),
-        Cell(process.command),
-    )
-
-
-def no_processes(place: Place) -> str:
-    """Return the text in place of processes where there are none to show."""
-    return "no process" if place.gpu.processes is not None else "? cannot read the processes"
-
-
 class GpuPanel(VerticalScroll, can_focus=False):
     """A GPU in a column beside the cluster."""
 
@@ -145,16 +102,18 @@ class GpuPanel(VerticalScroll, can_focus=False):
         if self._memory is None or self._memory.uuid != uuid:
             self._memory = Memory(uuid)
         known = self._memory.look(scene, time.monotonic())
-        pane.show(partial(_panel_lines, known, scene, history, glyphs))
+        least, most = _PANEL_PLOT_LINES
+        height = max(least, min(most, (self.size.height - _PANEL_REST) // 4))
+        pane.show(partial(_panel_lines, known, scene, history, gpu_lines.Frame(0, height, glyphs)))
 
 
-def _panel_lines(known: Known, scene: Scene, history: History, glyphs: Glyphs, width: int) -> list[Runs]:
+def _panel_lines(known: Known, scene: Scene, history: History, frame: gpu_lines.Frame, width: int) -> list[Runs]:
     lines = notice(known, width)
     place = known.now or known.values
     if place is None or known.values is None:
         return lines
     old = known.old_s is not None
-    frame = gpu_lines.Frame(width, _PANEL_PLOT_LINES, glyphs, dim=old)
+    frame = frame._replace(width=width, dim=old)
     lines += gpu_lines.head(place, scene, width)
     lines += [[], *gpu_lines.readings(known.values.gpu, history.of(place.gpu.uuid), frame)]
     lines += [[], title("Processes"), *gpu_lines.processes(known.values, _PANEL_PROCESSES)]

@@ -8,20 +8,36 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from rich.color import Color, ColorParseError, ColorSystem
 from rich.style import Style
 
 from gpuboard.board import preferences
-from gpuboard.board.arrange import NodeRow, ViewState, arrange_nodes
+from gpuboard.board.arrange import NodeRow, ViewState, arrange, arrange_nodes
 from gpuboard.board.core import Core
-from gpuboard.board.scene import Scene
+from gpuboard.board.history import History
+from gpuboard.board.scene import Place, Scene
 from gpuboard.board.terminal.guard import Guard, is_utf8
+from gpuboard.board.text import single_node
 from gpuboard.board.text.ascii import to_ascii
 from gpuboard.board.text.cells import fit_runs
+from gpuboard.board.text.gpu_row import with_devices
 from gpuboard.board.text.picture import Focus, cells_of, columns_for, group_words
-from gpuboard.board.text.rows import Cell, Line, Runs, Styled, header_runs, row_runs, runs_of, share
+from gpuboard.board.text.rows import (
+    MARK_WIDTH,
+    Cell,
+    Column,
+    Line,
+    Runs,
+    Styled,
+    header_runs,
+    line_of,
+    row_runs,
+    runs_of,
+    share,
+)
 from gpuboard.board.theme import file as themefile
 from gpuboard.board.theme.styles import ASCII, UNICODE, Glyphs, Look
 from gpuboard.board.widgets.header import header
@@ -29,6 +45,8 @@ from gpuboard.board.widgets.header import header
 _WAIT_S = 5.0  # for the first reading; the import of textual ends long before
 _SIDE, _SIDE_FROM = 64, 160  # width of ClusterScreen's side panel, and least width of a terminal that has it
 _EDGE = 1  # free cells at the picture's left, and at its right for the scroll bar
+_BELOW = 2  # lines: status and keys
+_PLAIN = Style()
 
 
 class FirstFrame:
@@ -74,7 +92,12 @@ def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
     top: list[Runs] = [*header(scene, columns, tall=rows >= 24), *(((f" {words}", "bad"),) for words in scene.banners)]
     lines = [fit_runs(runs_of(Cell(runs), base, look), columns, base, ellipsis=look.glyphs.ellipsis) for runs in top]
     if kept.view.view == "picture" and not kept.view.filter:
-        lines += _picture(scene, kept.view, columns, base, look)
+        left = columns - (_SIDE if columns >= _SIDE_FROM else 0)
+        body = _Body(scene, kept.view, left, base, look)
+        if len(scene.snapshot.nodes) == 1:
+            lines += body.single_node(core.history, rows - len(top) - _BELOW)
+        else:
+            lines += body.picture()
     lines = lines[:rows] + [[(" " * columns, base)]] * (rows - len(lines))
     system = _colors(core.env)
     drawn = (
@@ -84,26 +107,85 @@ def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
     return "".join(f"\x1b[{y};1H{line}" for y, line in enumerate(drawn, 1))
 
 
-def _picture(scene: Scene, view: ViewState, columns: int, base: Style, look: Look) -> list[Styled]:
-    """Return the picture's lines with the cursor on the first GPU."""
-    items = arrange_nodes(scene, view)
-    first = next((item for item in items if isinstance(item, NodeRow)), None)
-    if first is None:
-        return []
-    shown = (gpu.uuid for gpu in first.node.gpus if first.shown is None or gpu.uuid in first.shown)
-    focus = Focus(first.key, next(shown, None))
-    width = columns - 2 * _EDGE - (_SIDE if columns >= _SIDE_FROM else 0)
-    titles = columns_for(items)
-    widths = share(titles, width)
-    found = [header_runs(titles, widths, None, indent=0, width=width, base=base, look=look)]
-    for item in items:
-        if isinstance(item, NodeRow):
-            line = Line(cells_of(item, scene, focus, look), False, item.node.state != "up", False, False)
-        else:
-            line = Line((Cell(group_words(item)),), True, False, False, False)
-        found.append(row_runs(line, titles, widths, marking=False, over=Style(), width=width, base=base, look=look))
-    edge = (" " * _EDGE, base)
-    return [fit_runs([edge, *fit_runs(runs, width, base, ellipsis="")], columns, base) for runs in found]
+class _Body(NamedTuple):
+    """The rows, as the board's widgets draw them with the cursor on the first GPU."""
+
+    scene: Scene
+    view: ViewState
+    columns: int
+    base: Style
+    look: Look
+
+    def single_node(self, history: History, rows: int) -> list[Styled]:
+        """Return the lines of a single node: host, GPUs, processes."""
+        items = with_devices(arrange(self.scene, self.view))
+        places = [item for item in items if isinstance(item, Place)]
+        tall = single_node.tall_for(len(items), rows)
+        width = self.columns - _EDGE
+        titles = single_node.columns_for(tall)
+        widths = share(titles, width - MARK_WIDTH)
+        named = {titles[index].key: size for index, size in widths.items()}
+        samples = {place.gpu.uuid: history.of(place.gpu.uuid) for place in places}
+        frame = single_node.Frame(self.scene, samples, named, tall, self.look.glyphs)
+        made = [single_node.row_of(item, frame) for item in items]
+        first = next((row for row in made if not row.group), None)
+        found: list[Styled] = []
+        for row in made:
+            line, over = line_of(row), self.look.style("cursor") if row is first else Style()
+            parts = (line.line(number) for number in range(tall))
+            found += (self._row(part, titles, widths, width, over=over, marking=True) for part in parts)
+        host = [runs_of(Cell(runs), self.base, self.look) for runs in self._host()]
+        below = [[(" " * MARK_WIDTH, self.base), *runs] for runs in self._processes(places, width - MARK_WIDTH)]
+        lines = [*host, self._titles(titles, widths, width, indent=MARK_WIDTH), *found, *below]
+        return [fit_runs(runs, self.columns, self.base, ellipsis="") for runs in lines[:rows]]
+
+    def _host(self) -> Sequence[Runs]:
+        return single_node.host_lines(self.scene.snapshot.nodes[0], self.look.glyphs, self.columns)
+
+    def _processes(self, places: Sequence[Place], width: int) -> list[Styled]:
+        titles = single_node.TITLES
+        widths = share(titles, width)
+        rows = [line_of(row) for row in single_node.process_rows(places)]
+        return [self._titles(titles, widths, width), *(self._row(row, titles, widths, width) for row in rows)]
+
+    def picture(self) -> list[Styled]:
+        """Return the picture's lines."""
+        items = arrange_nodes(self.scene, self.view)
+        first = next((item for item in items if isinstance(item, NodeRow)), None)
+        if first is None:
+            return []
+        shown = (gpu.uuid for gpu in first.node.gpus if first.shown is None or gpu.uuid in first.shown)
+        focus = Focus(first.key, next(shown, None))
+        width = self.columns - 2 * _EDGE
+        titles = columns_for(items)
+        widths = share(titles, width)
+        found = [self._titles(titles, widths, width)]
+        for item in items:
+            if isinstance(item, NodeRow):
+                line = Line(cells_of(item, self.scene, focus, self.look), False, item.node.state != "up")
+            else:
+                line = Line((Cell(group_words(item)),), True, False)
+            found.append(self._row(line, titles, widths, width))
+        edge = (" " * _EDGE, self.base)
+        return [
+            fit_runs([edge, *fit_runs(runs, width, self.base, ellipsis="")], self.columns, self.base) for runs in found
+        ]
+
+    def _titles(self, titles: Sequence[Column], widths: dict[int, int], width: int, *, indent: int = 0) -> Styled:
+        sort = (self.view.sort, self.view.reverse) if self.view.sort and indent else None
+        return header_runs(titles, widths, sort, indent=indent, width=width, base=self.base, look=self.look)
+
+    def _row(
+        self,
+        line: Line,
+        titles: Sequence[Column],
+        widths: dict[int, int],
+        width: int,
+        *,
+        over: Style = _PLAIN,
+        marking: bool = False,
+    ) -> Styled:
+        return row_runs(line, titles, widths, marking=marking, over=over, width=width, base=self.base, look=self.look)
 
 
 def look_for(core: Core, kept: str | None, glyphs: Glyphs) -> tuple[Look, Style]:

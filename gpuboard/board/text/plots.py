@@ -10,6 +10,9 @@ from gpuboard.board.theme.styles import Glyphs
 
 Values = Sequence[float | None]
 _LABEL = 4  # cells of the numbers beside a plot
+_BLOCKS = " .:#"  # of an area in ASCII, from empty to full
+_BRAILLE = 0x2800  # the pattern without dots; Unicode numbers the dots of the two columns from the top
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _HELD = 2.5  # periods: a value holds until the next sample, at most this long; then a gap begins
 
 
@@ -56,15 +59,59 @@ def bar(part: float | None, cells: int, glyphs: Glyphs) -> str:
     return (glyphs.bar[-1] * full + (glyphs.bar[rest] if rest else "")).ljust(cells)
 
 
-def area(values: Values, height: int, glyphs: Glyphs, low: float, high: float) -> list[str]:
-    """Return ``height`` lines, from the top, with a column for each value, filled up to it; gaps are blank columns."""
-    blocks = " .:#" if glyphs.ascii else glyphs.spark
-    steps = len(blocks) - 1
+def meter(part: float | None, cells: int, glyphs: Glyphs) -> tuple[str, str]:
+    """Return a thin bar that is full to ``part`` (0 to 1) of ``cells``: its full and its empty part; None: blank."""
+    if part is None:
+        return "", " " * cells
+    full, half, track = (glyphs.meter[at] for at in range(3))
+    level = _level(part, 0.0, 1.0, 2 * cells)
+    if part > 0:
+        level = max(1, level)
+    filled = full * (level // 2) + half * (level % 2)
+    return filled, track * (cells - len(filled))
+
+
+def curve(values: Values, height: int, glyphs: Glyphs, low: float, high: float) -> list[str]:
+    """Return ``height`` lines, from the top, with a curve through ``values``, ``per_cell`` of them in a column.
+
+    In ASCII the area below it is filled. Gaps are blank.
+    """
+    if glyphs.ascii:
+        return _area(values, height, low, high)
+    top = 4 * height - 1  # rows of dots above the lowest
+    levels = [None if value is None else _level(value, low, high, top) for value in values]
+    dots = [[0] * -(-len(levels) // 2) for _ in range(height)]
+    before: int | None = None
+    for place, level in enumerate(levels):
+        if level is not None:  # the dots between two values belong to the later one
+            start = level if before is None or before == level else before + (1 if before < level else -1)
+            for one in range(min(start, level), max(start, level) + 1):
+                row, part = divmod(top - one, 4)
+                dots[row][place // 2] |= _DOTS[place % 2][part]
+        before = level
+    return ["".join(chr(_BRAILLE + cell) if cell else " " for cell in row) for row in dots]
+
+
+def per_cell(glyphs: Glyphs) -> int:
+    """Return how many values a curve shows per cell."""
+    return 1 if glyphs.ascii else 2
+
+
+def _area(values: Values, height: int, low: float, high: float) -> list[str]:
+    steps = len(_BLOCKS) - 1
     levels = [None if value is None else max(1, _level(value, low, high, height * steps)) for value in values]
     return [
-        "".join(" " if level is None else blocks[min(max(level - row * steps, 0), steps)] for level in levels)
+        "".join(" " if level is None else _BLOCKS[min(max(level - row * steps, 0), steps)] for level in levels)
         for row in reversed(range(height))
     ]
+
+
+def history(
+    times: Sequence[float], values: Values, cells: int, height: int, glyphs: Glyphs, *, span_s: float, high: float
+) -> list[str]:
+    """Return a curve of the last ``span_s`` seconds from 0 to ``high``, the newest sample at the right."""
+    count = cells * per_cell(glyphs)
+    return curve(bins(times, values, span_s / count, count), height, glyphs, 0.0, high)
 
 
 def plot(
@@ -75,7 +122,7 @@ def plot(
     The axis has numbers at its top and bottom; the newest sample is at the right.
     """
     cells = max(1, width - _LABEL - 1)
-    lines = area(bins(times, values, span_s / cells, cells), height, glyphs, 0.0, high)
+    lines = history(times, values, cells, height, glyphs, span_s=span_s, high=high)
     wall = "|" if glyphs.ascii else "│"
     labels = ["", *[""] * (height - 2), "0"][:height] if height > 1 else [""]
     labels[0] = f"{high:.0f}"

@@ -115,6 +115,12 @@ class Line(NamedTuple):
         return self._replace(cells=(cell._replace(rest=True),), group=False, marked=False)
 
 
+def line_of(row: Row, *, cursor: bool = False, marked: bool = False) -> Line:
+    """Return a row with its cells made."""
+    cells = row.cells() if callable(row.cells) else row.cells
+    return Line(tuple(cells), row.group, row.dim, cursor, marked, tuple(row.below()) if row.below is not None else ())
+
+
 def share(columns: Sequence[Column], space: int) -> dict[int, int]:
     """Return the width of each column that fits into ``space`` terminal cells, by its index."""
     shown = list(enumerate(columns))

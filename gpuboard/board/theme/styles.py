@@ -20,6 +20,7 @@ class Glyphs(msgspec.Struct, frozen=True):
 
     spark: str  # from empty to full
     bar: str  # from empty to full: parts of one cell
+    meter: str  # a full cell, a half one, and the track of an empty one
     line: str  # horizontal, of rulers and time lines
     ellipsis: str
     marked: str  # a selected row
@@ -32,8 +33,8 @@ class Glyphs(msgspec.Struct, frozen=True):
         return self.line.isascii()
 
 
-UNICODE = Glyphs(spark=" ▁▂▃▄▅▆▇█", bar=" ▏▎▍▌▋▊▉█", line="─", ellipsis="…", marked="●", up="▲", down="▼")
-ASCII = Glyphs(spark=" .:-=+*#@", bar=" -=#", line="-", ellipsis="~", marked="*", up="^", down="v")
+UNICODE = Glyphs(spark=" ▁▂▃▄▅▆▇█", bar=" ▏▎▍▌▋▊▉█", meter="━╸─", line="─", ellipsis="…", marked="●", up="▲", down="▼")
+ASCII = Glyphs(spark=" .:-=+*#@", bar=" -=#", meter="=-.", line="-", ellipsis="~", marked="*", up="^", down="v")
 
 
 class Look(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ from gpuboard.board.text.rows import (
     Row,
     header_runs,
     keys_of,
+    line_of,
     row_runs,
     share,
     strip,
@@ -263,15 +264,8 @@ class Grid(Dragging, can_focus=True):
 
     def _line(self, index: int) -> Line:
         row = self._rows[index]
-        cells = row.cells() if callable(row.cells) else row.cells
-        return Line(
-            tuple(cells),
-            row.group,
-            row.dim,
-            index == self._at and row.key == self._cursor,
-            row.key in self._marks,
-            tuple(row.below()) if row.below is not None else (),
-        )
+        cursor = index == self._at and row.key == self._cursor
+        return line_of(row, cursor=cursor, marked=row.key in self._marks)
 
     def _touch(self, only: Collection[int] | None = None) -> None:
         """Redraw the visible lines that have changed; ``only``: check only these."""
@@ -318,7 +312,9 @@ class Grid(Dragging, can_focus=True):
             return self._empty_strip(y - HEADER, base, width)
         line, drawn = self._lines.get(index) or (self._line(index), [])
         if not drawn:
-            drawn = [self._row_strip(line.line(number), base, width, marked=line.marked) for number in range(self._tall)]
+            drawn = [
+                self._row_strip(line.line(number), base, width, marked=line.marked) for number in range(self._tall)
+            ]
             self._lines[index] = (line, drawn)
         return drawn[number]
 

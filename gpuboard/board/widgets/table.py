@@ -4,48 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
-from gpuboard.board.arrange import Group, age_of, key_of, users_of
+from gpuboard.board.arrange import Group, age_of, key_of
 from gpuboard.board.arrange import Row as Item
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import width
-from gpuboard.board.text.format import UNKNOWN, age, flag_mark, pair, percent, short_model
-from gpuboard.board.text.picture import MIG, group_words, letter_of, trouble_role, units
+from gpuboard.board.text.format import UNKNOWN, age, pair, percent, short_model
+from gpuboard.board.text.gpu_row import (
+    RED_HOT,
+    Device,
+    Shown,
+    device_owner,
+    known,
+    owner_cell,
+    row_key,
+    state_runs,
+    with_devices,
+)
+from gpuboard.board.text.picture import group_words, trouble_role
 from gpuboard.board.text.plots import bar, spark
-from gpuboard.board.text.rows import Runs
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
-from gpuboard.model.snapshot import GpuView, MigView, NodeView
+from gpuboard.model.snapshot import NodeView
 
 _BAR = 4
 _SPARK = 10
 _NAME_LEAST, _NAME_MOST = 6, 20
-_RED_HOT = 85  # °C from which most data-centre GPUs throttle
 
 Utilization = Callable[[str, int], Sequence[int | None]]  # a GPU's newest samples, as History.utilization
-
-
-class Device(NamedTuple):
-    """A MIG device with its parent GPU."""
-
-    place: Place
-    mig: MigView
-
-
-Shown = Item | Device
-
-
-def with_devices(items: Sequence[Item]) -> Sequence[Shown]:
-    """Return the rows with those of MIG devices below their GPUs."""
-    if not any(isinstance(item, Place) and item.gpu.mig for item in items):
-        return items
-    found: list[Shown] = []
-    for item in items:
-        found.append(item)
-        if isinstance(item, Place):
-            found += (Device(item, device) for device in item.gpu.mig)
-    return found
 
 
 class GpuTable(Grid):
@@ -64,7 +50,7 @@ class GpuTable(Grid):
         """Show the rows of ``arrange`` for a scene."""
         self._scene = scene
         self._lay_out(scene)
-        self.set_rows(LazyRows(with_devices(items), _key, self._row))
+        self.set_rows(LazyRows(with_devices(items), row_key, self._row))
 
     def _lay_out(self, scene: Scene) -> None:
         """Set the columns. Keys are those of ``arrange.SORTS``; ``_gpu`` and ``_device`` give a cell for each."""
@@ -101,20 +87,19 @@ class GpuTable(Grid):
         assert self._scene is not None  # rows come with their scene
         node, gpu = place.node, place.gpu
         glyphs = self._look.glyphs
-        users = ", ".join(users_of(gpu, self._scene))
-        hot = gpu.temperature is not None and gpu.temperature >= _RED_HOT
+        hot = gpu.temperature is not None and gpu.temperature >= RED_HOT
         return (
             Cell(node.name),
             Cell(str(gpu.index)),
             Cell(short_model(gpu.name)),
             self._memory(gpu.memory_used, gpu.memory_total, gpu.state),
-            _known(percent(gpu.utilization)),
+            known(percent(gpu.utilization)),
             Cell(spark(self._utilization(gpu.uuid, _SPARK), _SPARK, glyphs), "dim"),
-            _known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W"),
-            _known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else ""),
-            self._owner(gpu, users),
+            known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W"),
+            known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else ""),
+            owner_cell(gpu, self._scene),
             _age(age_of(node, gpu)),
-            Cell(_state(gpu)),
+            Cell(state_runs(gpu)),
             Cell(gpu.reason, "dim" if gpu.state == "free" else ""),
         )
 
@@ -122,7 +107,6 @@ class GpuTable(Grid):
         node, gpu = device.place.node, device.place.gpu
         mig = device.mig
         assert self._scene is not None  # as above
-        owners = ", ".join(dict.fromkeys(lease.owner for lease in self._scene.leases_on(mig.uuid)))
         return (
             Cell("", ""),
             Cell("MIG", "dim"),
@@ -132,7 +116,7 @@ class GpuTable(Grid):
             Cell(""),
             Cell("-", "dim"),
             Cell("-", "dim"),
-            Cell(owners or "-", "" if owners else "dim"),
+            device_owner(mig, self._scene),
             _age(age_of(node, gpu)),
             Cell(((f"{LETTERS.get(mig.state, UNKNOWN)}  {mig.state}", mig.state),)),
             Cell(mig.reason, "dim" if mig.state == "free" else ""),
@@ -144,35 +128,6 @@ class GpuTable(Grid):
             return Cell(((" " * _BAR + " ", ""), (pair(used, total, 3), "unknown")))
         return Cell(((bar(part, _BAR, self._look.glyphs) + " ", state), (pair(used, total, 3), "")))
 
-    def _owner(self, gpu: GpuView, users: str) -> Cell:
-        if users:
-            scene = self._scene
-            assert scene is not None  # as above
-            mine = any(scene.is_mine(lease) for lease in scene.leases_on(gpu.uuid))
-            return Cell(users, "mine" if mine else "")
-        if gpu.processes is None or gpu.state == "occupied":
-            return Cell(UNKNOWN, "unknown")
-        return Cell("hidden", "unknown") if gpu.processes else Cell("-", "dim")
-
-
-def _key(item: Shown) -> str:
-    return item.mig.uuid if isinstance(item, Device) else key_of(item)
-
-
-def _known(words: str, style: str = "") -> Cell:
-    return Cell(words, "unknown" if UNKNOWN in words else style)
-
 
 def _age(seconds: float | None) -> Cell:
-    return _known(age(seconds), "dim")
-
-
-def _state(gpu: GpuView) -> Runs:
-    """Return the state's letter, as in the picture, and name; in MIG mode the number of free devices."""
-    letter, style = letter_of(gpu)
-    word: str = gpu.state
-    if letter == MIG:
-        free, total = units(gpu)
-        word = f"{free}/{total} free" if gpu.mig else "no device"
-    mark = flag_mark(gpu.flags)
-    return ((letter, style), (mark, "bad"), (f" {word}", style))
+    return known(age(seconds), "dim")

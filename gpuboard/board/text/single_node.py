@@ -1,0 +1,242 @@
+"""The only node of a cluster, in as much detail as the screen has room for (pure).
+
+A line about the host, a row with meters per GPU, of as many lines as there is room for, and the processes below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from rich.style import Style
+
+from gpuboard.board.arrange import Group
+from gpuboard.board.history import SPAN_S, Samples
+from gpuboard.board.scene import Place, Scene
+from gpuboard.board.text.cells import fit, width
+from gpuboard.board.text.format import UNKNOWN, age, pair, percent, short_model
+from gpuboard.board.text.gpu_row import (
+    RED_HOT,
+    Device,
+    Shown,
+    device_owner,
+    known,
+    owner_cell,
+    row_key,
+    state_runs,
+)
+from gpuboard.board.text.lines import wrapped
+from gpuboard.board.text.picture import group_words, trouble_role
+from gpuboard.board.text.plots import Values, history, meter
+from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key
+from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
+from gpuboard.board.theme.styles import LETTERS, Glyphs
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView
+from gpuboard.model.units import format_size
+
+_HOST_LINES = 2  # the host and the titles
+_PROCESS_LINES = 6  # at least that many are left for processes, their titles included, if a row is to be tall
+_TALLEST = 12  # the meters, ten lines of curves, the reason
+_INDENT = 4  # of a row's further lines: the width of the GPU's index and the gap
+_METER_LEAST = 3  # cells; a shorter meter shows nothing
+_LIMIT_FROM = 14  # cells from which power stands beside its limit
+_HOST_METER = 12
+_METERS = frozenset({"utilization", "memory", "power"})
+
+TITLES = (Column("gpu", "GPU", 3, right=True), *PROCESS_COLUMNS)
+
+
+class Frame(NamedTuple):
+    """What the drawing of a row depends on besides its GPU."""
+
+    scene: Scene
+    samples: Mapping[str, Samples]  # by UUID
+    widths: Mapping[str, int]  # of the columns that fit, by key
+    tall: int  # lines per row: the meters, the reason from 2, curves of the last minutes from 3
+    glyphs: Glyphs
+
+    def meter(self, column: str, part: float | None, words: str, role: str = "") -> Cell:
+        """Return a meter and the words of its value; the words alone where the column is too narrow for both."""
+        size = self.widths.get(column, 0)
+        text = (words, "unknown" if UNKNOWN in words else "")
+        cells = size - len(words) - 1
+        if cells < _METER_LEAST:
+            return Cell(((" " * max(0, size - len(words)), ""), text))
+        full, rest = meter(part, cells, self.glyphs)
+        return Cell(((full, role), (rest, "dim"), (" ", ""), text))
+
+    def trace(self, column: str, of: GpuView | MigView, height: int) -> list[str]:
+        """Return the last minutes of a reading as ``height`` lines as wide as its column."""
+        samples = self.samples.get(of.uuid, Samples())
+        values: Values = samples.utilization
+        high = 100.0
+        if column == "memory":
+            values, high = samples.memory, 1.0
+        elif column == "power":
+            limit = of.power_limit if isinstance(of, GpuView) else None
+            values, high = samples.power, limit or max((watts for watts in samples.power if watts), default=1)
+        return history(samples.times, values, self.widths[column], height, self.glyphs, span_s=SPAN_S, high=high)
+
+
+def tall_for(rows: int, height: int) -> int:
+    """Return the lines per row on ``height`` lines. It depends on no reading, so that nothing jumps."""
+    room = (height - _HOST_LINES - _PROCESS_LINES) // max(1, rows)
+    return max(1, min(room, _TALLEST))
+
+
+def columns_for(tall: int) -> tuple[Column, ...]:
+    """Return the columns for rows of ``tall`` lines: what stands in a further line is no column."""
+    columns = [
+        Column("index", "GPU", 3, right=True),
+        Column("state", "State", 12),
+        Column("utilization", "Utilization", 0, weight=3, least=9),
+        Column("memory", "Memory", 0, weight=3, least=13),
+        Column("power", "Power", 0, weight=2, least=6, drop=3),
+        Column("temperature", "Temp", 5, right=True, drop=2),
+    ]
+    if tall < 3:
+        columns.append(Column("trace", "5 min", 0, weight=1, least=8, drop=5))
+    columns.append(Column("user", "User", 10))
+    if tall == 1:
+        columns.append(Column("reason", "Reason", 0, weight=2, least=20, drop=4))
+    return tuple(columns)
+
+
+def row_of(item: Shown, frame: Frame) -> Row:
+    """Return a row; its key is that of ``row_key``."""
+    if isinstance(item, Group):
+        return Row(item.key, (Cell(group_words(item)),), group=True)
+    if isinstance(item, NodeView):
+        return Row(row_key(item), (Cell("-", "dim"), Cell(item.error or "no GPU found", trouble_role(item), rest=True)))
+    if isinstance(item, Device):
+        dim = item.place.node.state != "up"
+        return Row(
+            row_key(item), partial(_device_cells, item.mig, frame), dim=dim, below=partial(_below, item.mig, frame)
+        )
+    dim = item.node.state != "up"
+    return Row(row_key(item), partial(_gpu_cells, item, frame), dim=dim, below=partial(_below, item.gpu, frame))
+
+
+def _gpu_cells(place: Place, frame: Frame) -> tuple[Cell, ...]:
+    gpu = place.gpu
+    watts = UNKNOWN if gpu.power is None else f"{gpu.power:.0f}"
+    wide = gpu.power_limit is not None and frame.widths.get("power", 0) >= _LIMIT_FROM
+    power = f"{f'{watts}/{gpu.power_limit:.0f}W':>9}" if wide else f"{watts:>4}W"
+    hot = gpu.temperature is not None and gpu.temperature >= RED_HOT
+    cells = {
+        "index": Cell(str(gpu.index)),
+        "state": Cell(state_runs(gpu)),
+        "utilization": frame.meter(
+            "utilization", _part(gpu.utilization, 100), f"{percent(gpu.utilization):>4}", gpu.state
+        ),
+        "memory": _memory(gpu, gpu.state, frame),
+        "power": frame.meter("power", _part(gpu.power, gpu.power_limit), power),
+        "temperature": known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else ""),
+        "trace": Cell(frame.trace("trace", gpu, 1)[0] if "trace" in frame.widths else "", "dim"),
+        "user": owner_cell(gpu, frame.scene),
+        "reason": _reason(gpu),
+    }
+    return tuple(cells[column.key] for column in columns_for(frame.tall))
+
+
+def _device_cells(mig: MigView, frame: Frame) -> tuple[Cell, ...]:
+    state = f"{LETTERS.get(mig.state, UNKNOWN)}  {mig.state}"
+    cells = {
+        "index": Cell("MIG", "dim"),
+        "state": Cell(((state, mig.state),)),
+        "utilization": Cell(mig.profile),  # NVML has no utilization of MIG devices
+        "memory": _memory(mig, mig.state, frame),
+        "user": device_owner(mig, frame.scene),
+        "reason": _reason(mig),
+    }
+    return tuple(cells.get(column.key, Cell("")) for column in columns_for(frame.tall))
+
+
+def _below(of: GpuView | MigView, frame: Frame) -> list[Cell]:
+    """Return the further lines of a row: the last minutes below the meters, and the reason of the state."""
+    reason = _reason(of)
+    model = short_model(of.name) + "   " if isinstance(of, GpuView) else ""
+    last = Cell(((" " * _INDENT + model, "dim"), (of.reason, reason.style)))
+    height = frame.tall - 2
+    if height < 1:
+        return [last][: frame.tall - 1]
+    lines: list[list[tuple[str, str | Style]]] = [[] for _ in range(height)]
+    columns = [column.key for column in columns_for(frame.tall) if column.key in frame.widths]
+    for column in columns[: 1 + max(columns.index(name) for name in _METERS if name in columns)]:
+        style: str = "dim"
+        if column in _METERS:
+            drawn = frame.trace(column, of, height)
+            style = style if height == 1 else of.state
+        else:
+            first = "  5 min" if column == "state" else ""
+            drawn = [fit(text, frame.widths[column]) for text in [first, *[""] * (height - 1)]]
+        for line, text in zip(lines, drawn, strict=True):
+            line += [(text, style), (" " * GAP, "")]
+    return [*(Cell(tuple(line)) for line in lines), last]
+
+
+def _memory(of: GpuView | MigView, state: str, frame: Frame) -> Cell:
+    part = _part(of.memory_used, of.memory_total)
+    return frame.meter("memory", part, pair(of.memory_used, of.memory_total, 3), state)
+
+
+def _part(value: float | None, most: float | None) -> float | None:
+    return None if value is None or not most else value / most
+
+
+def _reason(of: GpuView | MigView) -> Cell:
+    return Cell(of.reason, "dim" if of.state == "free" else "")
+
+
+def host_lines(node: NodeView, glyphs: Glyphs, cells: int) -> Sequence[Runs]:
+    """Return the host: name, driver, CPU and memory in one line as far as they fit; below it what is wrong with it."""
+    old = node.state != "up"
+    load = "" if node.load1 is None else f"  load {node.load1:.2f}"
+    memory = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
+    parts: list[Runs] = [
+        ((f" {node.name}", "title"),),
+        _host("CPU", _part(node.cpu_percent, 100), f"{percent(node.cpu_percent)}{load}", glyphs, old=old),
+        _host("memory", _part(node.memory_used, node.memory_total), memory, glyphs, old=old),
+        ((f"driver {node.driver or UNKNOWN}", "dim"),),
+        ((f"CUDA {node.cuda or UNKNOWN}", "dim"),),
+    ]
+    if old and node.age_s is not None:
+        parts.insert(1, ((f"{node.state}, read {age(node.age_s)} ago", trouble_role(node)),))
+    line: list[tuple[str, str | Style]] = []
+    used = 0
+    for part in parts:
+        size = sum(width(text) for text, _ in part) + 3
+        if used + size > cells + 3:
+            break
+        line += [*([("   ", "")] if line else []), *part]
+        used += size
+    wrong = node.error or node.claims_error
+    lines: list[Runs] = [tuple(line)]
+    for words in wrapped(wrong, cells - 1, most=2) if wrong else []:
+        lines.append(((f" {words}", trouble_role(node) if node.error else "warn"),))
+    return lines
+
+
+def _host(name: str, part: float | None, words: str, glyphs: Glyphs, *, old: bool) -> Runs:
+    full, rest = meter(part, _HOST_METER, glyphs)
+    role = "dim" if old else "unknown" if part is None else ""
+    return ((f"{name} ", "dim"), (full, role), (rest, "dim"), (f" {words}", role))
+
+
+def process_rows(places: Iterable[Place]) -> list[Row]:
+    """Return a row per process and GPU, by GPU and memory."""
+    found = [(place, process) for place in places for process in place.gpu.processes or ()]
+    found.sort(key=lambda one: (one[0].gpu.index, -(one[1].memory or 0), one[1].pid))
+    return [
+        Row(
+            f"{place.gpu.index}:{process_key(process)}",
+            partial(_process_cells, place.gpu.index, process),
+            dim=place.node.state != "up",
+        )
+        for place, process in found
+    ]
+
+
+def _process_cells(index: int, process: ProcessView) -> Sequence[Cell]:
+    return (Cell(str(index)), *process_cells(process))

@@ -1,0 +1,90 @@
+"""The only node of a cluster: its host, a row with meters per GPU, and its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+
+from gpuboard.board.arrange import Row as Item
+from gpuboard.board.history import History
+from gpuboard.board.scene import Place, Scene
+from gpuboard.board.text import single_node as text
+from gpuboard.board.text.gpu_row import row_key, with_devices
+from gpuboard.board.widgets.grid import HEADER, Grid, LazyRows
+from gpuboard.board.widgets.pane import Pane
+
+
+class MeterGrid(Grid):
+    """GPUs and MIG devices with meters. Keys are UUIDs, or ``node:NAME`` of a node without known GPUs."""
+
+    def __init__(self, history: History, *, id: str | None = None) -> None:
+        super().__init__((), marks=True, id=id)
+        self._history = history
+
+    def can_mark(self, key: str) -> bool:
+        """Return whether ``key`` is a GPU's or a MIG device's."""
+        return not key.startswith("node:")
+
+    def show(self, scene: Scene, items: Sequence[Item], tall: int) -> None:
+        """Show the rows of ``arrange`` for a scene in ``tall`` lines each."""
+        self.set_columns(text.columns_for(tall))
+        self.set_tall(tall)
+        widths = {self.columns[index].key: size for index, size in self._widths.items()}
+        samples = {item.gpu.uuid: self._history.of(item.gpu.uuid) for item in items if isinstance(item, Place)}
+        frame = text.Frame(scene, samples, widths, tall, self._look.glyphs)
+        self.set_rows(LazyRows(with_devices(items), row_key, partial(text.row_of, frame=frame)))
+
+
+class ProcessList(Grid, can_focus=False):
+    """The processes of the node; without a cursor."""
+
+    ROW_CURSOR = False
+
+
+class SingleNode(Vertical):
+    """Shares its height among the GPUs, as tall as they fit, and the processes."""
+
+    DEFAULT_CSS = """
+    SingleNode { width: 1fr; }
+    SingleNode #node-processes { height: 1fr; padding: 0 0 0 2; }
+    """
+
+    def __init__(self, history: History, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._history = history
+        self._shown: tuple[Scene, Sequence[Item]] | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Pane(id="host")
+        yield MeterGrid(self._history, id="meters")
+        yield ProcessList(text.TITLES, empty="no process on these GPUs", id="node-processes")
+
+    @property
+    def grid(self) -> MeterGrid:
+        """The GPUs."""
+        return self.query_one("#meters", MeterGrid)
+
+    def on_resize(self) -> None:
+        """Share the new height."""
+        if self._shown is not None:
+            self.show(*self._shown)
+
+    def show(self, scene: Scene, items: Sequence[Item]) -> None:
+        """Show the rows of ``arrange`` for a scene with one node."""
+        self._shown = (scene, items)
+        node = scene.snapshot.nodes[0]
+        glyphs = self.grid._look.glyphs
+        host = text.host_lines(node, glyphs, self.size.width)
+        self.query_one("#host", Pane).show(lambda width: text.host_lines(node, glyphs, width))
+        rows = len(with_devices(items))
+        tall = text.tall_for(rows, self.size.height)
+        height = min(HEADER + max(1, rows) * tall, max(HEADER + 1, self.size.height - len(host)))
+        grid = self.grid
+        if grid.styles.height is None or grid.styles.height.value != height:
+            grid.styles.height = height
+        grid.show(scene, items, tall)
+        places = [item for item in items if isinstance(item, Place)]
+        self.query_one("#node-processes", ProcessList).set_rows(text.process_rows(places))

@@ -1,0 +1,154 @@
+"""The view of a single node: meters that fill the screen, processes, and the keys of the table."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.scene import Scene
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.widgets.single_node import MeterGrid, SingleNode
+from gpuboard.board.widgets.table import GpuTable
+from tests.board.lab import screen, settle
+from tests.board.made import GIB, busy, gpu, lease, mig, next_scene, node, scene, still, unread
+
+MEMORY_AT = 20  # the column at which meters begin, the scroll bar and marks included
+
+
+def eight(**changes: object) -> Scene:
+    """Return a node of eight GPUs, two of them busy."""
+    gpus = [busy("dgx", 0, "alice"), busy("dgx", 1, "bob", flags=["rogue"], power=665.0)]
+    made = node("dgx", [*gpus, *(gpu("dgx", index) for index in range(2, 8))], load1=3.5)
+    return scene(msgspec.structs.replace(made, **changes), leases=[lease("k3f9", "alice", [("dgx", 0)])])
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path, first: Scene, size: tuple[int, int] = (120, 34)
+) -> AsyncIterator[tuple[BoardApp, ClusterScreen, Pilot[int]]]:
+    """Open the cluster view on a single node."""
+    async with still(folder, first, size) as (app, pilot):
+        assert isinstance(app.screen, ClusterScreen)
+        yield app, app.screen, pilot
+
+
+def rows(shown: ClusterScreen) -> list[str]:
+    """Return the lines of the GPUs, without the titles."""
+    grid = shown.grid
+    return [grid.render_line(y).text.rstrip() for y in range(1, grid.size.height)]
+
+
+async def test_host_gpus_and_processes_are_on_one_screen(tmp_path: Path) -> None:
+    async with opened(tmp_path, eight()) as (app, shown, _):
+        lines = screen(app).splitlines()
+        assert lines[2].split()[:2] == ["dgx", "CPU"]
+        assert {"12%", "3.50", "580.159.04"} <= set(lines[2].split())
+        first, reason, second = rows(shown)[:3]
+        assert first.split()[:3] == ["0", "B", "busy"]
+        assert first.split()[-1] == "alice"
+        for value in ("90%", "60/80G", "540/700W", "64°C"):
+            assert value in first
+        assert reason.split(None, 2)[2] == "alice: python (pid 4000)"
+        assert "B! busy" in second
+        processes = [line.split() for line in lines if line.endswith("python train.py")]
+        assert [words[:4] for words in processes] == [["0", "alice", "4000", "60"], ["1", "bob", "4001", "60"]]
+        assert "rogue" in processes[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "tall"), [((80, 24), 1), ((120, 34), 2), ((120, 38), 3), ((160, 48), 4), ((220, 70), 7)]
+)
+async def test_rows_are_as_tall_as_the_screen_allows(tmp_path: Path, size: tuple[int, int], tall: int) -> None:
+    async with opened(tmp_path, eight(), size) as (app, shown, pilot):
+        first = [line.split()[0] for line in rows(shown)[:: max(1, tall)]]
+        assert first == [str(index) for index in range(8)]
+        drawn = screen(app).splitlines()
+        assert max(map(len, drawn)) <= size[0]
+        assert sum("python train.py" in line for line in drawn) >= 2
+        # What the GPUs read and how many processes there are moves nothing.
+        idle = eight(gpus=[gpu("dgx", index) for index in range(8)])
+        await next_scene(app, pilot, idle)
+        assert [line.split()[0] for line in rows(shown)[:: max(1, tall)]] == first
+
+
+async def test_a_meter_is_as_long_as_its_value(tmp_path: Path) -> None:
+    halves = [gpu("dgx", 0, utilization=50, memory_used=40 * GIB, power=350.0, power_limit=700.0)]
+    async with opened(tmp_path, scene(node("dgx", halves)), (200, 30)) as (_, shown, _):
+        line = rows(shown)[0]
+        assert line.count("━") == pytest.approx(line.count("─"), abs=2)
+        assert line.count("━") > 20
+
+
+async def test_unknown_is_a_question_mark_and_no_meter(tmp_path: Path) -> None:
+    nothing = gpu(
+        "dgx", 0, "unknown", reason="not readable", memory_used=None, memory_total=None, utilization=None,
+        temperature=None, power=None, power_limit=None, processes=None,
+    )  # fmt: skip
+    bare = node("dgx", [nothing], age_s=None, cpu_percent=None, memory_used=None, memory_total=None)
+    async with opened(tmp_path, scene(bare), (80, 12)) as (_, shown, _):
+        assert rows(shown)[0].split() == ["0", "?", "unknown", "?", "?/?G", "?W", "?", "?"]
+
+
+async def test_keys_and_mouse_act_on_whole_rows(tmp_path: Path) -> None:
+    async with opened(tmp_path, eight()) as (app, shown, pilot):
+        await pilot.press("down", "space")
+        assert shown.targets() == ["GPU-dgx-1"]
+        assert shown.cursor_uuid == "GPU-dgx-2"
+        await pilot.click(MeterGrid, offset=(30, 1 + 2 * 5 + 1))  # the second line of GPU 5
+        await settle(pilot, lambda: shown.cursor_uuid == "GPU-dgx-5")
+        await pilot.press("end", "enter")
+        await settle(pilot, lambda: "GPU 7" in screen(app))
+
+
+async def test_small_terminals_scroll_to_the_cursor(tmp_path: Path) -> None:
+    many = scene(node("dgx", [gpu("dgx", index) for index in range(16)]))
+    async with opened(tmp_path, many, (80, 12)) as (_, shown, pilot):
+        await pilot.press("end")
+        await settle(pilot, lambda: any(line.split()[:1] == ["15"] for line in rows(shown)))
+        await pilot.press("home")
+        await settle(pilot, lambda: rows(shown)[0].split()[0] == "0")
+
+
+async def test_mig_devices_filter_and_groups(tmp_path: Path) -> None:
+    parts = scene(node("dgx", [mig("dgx", 0, "free", "busy"), busy("dgx", 1, "bob")]))
+    async with opened(tmp_path, parts) as (app, shown, pilot):
+        await pilot.press("down")
+        assert shown.cursor_uuid == "MIG-dgx-0-0"
+        await pilot.press("slash", *"user:bob", "enter")
+        await settle(pilot, lambda: shown.cursor_uuid == "GPU-dgx-1")
+        await pilot.press("escape", "g", "g", "g")
+        await settle(pilot, lambda: any(line.startswith("bob  1 GPU") for line in rows(shown)))
+        await pilot.press("g", "g", "t")
+        assert isinstance(shown.grid, GpuTable)
+        assert shown.cursor_uuid == "MIG-dgx-0-0"  # where the user put it before the filter
+        assert not app.screen.query_one(SingleNode).display
+
+
+async def test_what_is_wrong_with_the_node_is_said(tmp_path: Path) -> None:
+    async with opened(tmp_path, scene(unread("dgx", "ssh: no route to host"))) as (app, shown, pilot):
+        assert "ssh: no route to host" in rows(shown)[0]
+        assert shown.cursor_node == "dgx"
+        stale = eight(state="stale", age_s=42.0, error="no reading for 42 s")
+        await next_scene(app, pilot, stale)
+        lines = screen(app).splitlines()
+        assert "stale, read 42s ago" in lines[2]
+        assert lines[3].strip() == "no reading for 42 s"
+
+
+async def test_a_second_node_brings_the_letters(tmp_path: Path) -> None:
+    async with opened(tmp_path, eight()) as (app, shown, pilot):
+        await pilot.press("down")
+        two = scene(*eight().snapshot.nodes, node("other", [gpu("other", 0)]))
+        await next_scene(app, pilot, two)
+        assert rows(shown)[0].split()[:3] == ["dgx", "up", "B"]
+        await pilot.press("down")
+        await settle(pilot, lambda: shown.cursor_uuid == "GPU-other-0")
+        await next_scene(app, pilot, eight())
+        assert isinstance(shown.grid, MeterGrid)
+        assert shown.grid.has_focus
