@@ -126,8 +126,8 @@ class _Body(NamedTuple):
         widths = share(titles, width - MARK_WIDTH)
         named = {titles[index].key: size for index, size in widths.items()}
         samples = {place.gpu.uuid: history.of(place.gpu.uuid) for place in places}
-        frame = single_node.Frame(self.scene, samples, named, tall, self.look.glyphs)
-        made = [single_node.row_of(item, frame) for item in items]
+        layout = single_node.Layout(self.scene, samples, named, tall, self.look.glyphs)
+        made = [single_node.row_of(item, layout) for item in items]
         first = next((row for row in made if not row.group), None)
         found: list[Styled] = []
         for row in made:

@@ -47,7 +47,7 @@ _METERS = frozenset({"utilization", "memory", "power"})
 TITLES = (Column("gpu", "GPU", 3, right=True), *PROCESS_COLUMNS)
 
 
-class Frame(NamedTuple):
+class Layout(NamedTuple):
     """What the drawing of a row depends on besides its GPU."""
 
     scene: Scene
@@ -103,7 +103,7 @@ def columns_for(tall: int) -> tuple[Column, ...]:
     return tuple(columns)
 
 
-def row_of(item: Shown, frame: Frame) -> Row:
+def row_of(item: Shown, layout: Layout) -> Row:
     """Return a row; its key is that of ``row_key``."""
     if isinstance(item, Group):
         return Row(item.key, (Cell(group_words(item)),), group=True)
@@ -112,73 +112,73 @@ def row_of(item: Shown, frame: Frame) -> Row:
     if isinstance(item, Device):
         dim = item.place.node.state != "up"
         return Row(
-            row_key(item), partial(_device_cells, item.mig, frame), dim=dim, below=partial(_below, item.mig, frame)
+            row_key(item), partial(_device_cells, item.mig, layout), dim=dim, below=partial(_below, item.mig, layout)
         )
     dim = item.node.state != "up"
-    return Row(row_key(item), partial(_gpu_cells, item, frame), dim=dim, below=partial(_below, item.gpu, frame))
+    return Row(row_key(item), partial(_gpu_cells, item, layout), dim=dim, below=partial(_below, item.gpu, layout))
 
 
-def _gpu_cells(place: Place, frame: Frame) -> tuple[Cell, ...]:
+def _gpu_cells(place: Place, layout: Layout) -> tuple[Cell, ...]:
     gpu = place.gpu
     watts = UNKNOWN if gpu.power is None else f"{gpu.power:.0f}"
-    wide = gpu.power_limit is not None and frame.widths.get("power", 0) >= _LIMIT_FROM
+    wide = gpu.power_limit is not None and layout.widths.get("power", 0) >= _LIMIT_FROM
     power = f"{f'{watts}/{gpu.power_limit:.0f}W':>9}" if wide else f"{watts:>4}W"
     hot = gpu.temperature is not None and gpu.temperature >= RED_HOT
     cells = {
         "index": Cell(str(gpu.index)),
         "state": Cell(state_runs(gpu)),
-        "utilization": frame.meter(
+        "utilization": layout.meter(
             "utilization", _part(gpu.utilization, 100), f"{percent(gpu.utilization):>4}", gpu.state
         ),
-        "memory": _memory(gpu, gpu.state, frame),
-        "power": frame.meter("power", _part(gpu.power, gpu.power_limit), power),
+        "memory": _memory(gpu, gpu.state, layout),
+        "power": layout.meter("power", _part(gpu.power, gpu.power_limit), power),
         "temperature": known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else ""),
-        "trace": Cell(frame.trace("trace", gpu, 1)[0] if "trace" in frame.widths else "", "dim"),
-        "user": owner_cell(gpu, frame.scene),
+        "trace": Cell(layout.trace("trace", gpu, 1)[0] if "trace" in layout.widths else "", "dim"),
+        "user": owner_cell(gpu, layout.scene),
         "reason": _reason(gpu),
     }
-    return tuple(cells[column.key] for column in columns_for(frame.tall))
+    return tuple(cells[column.key] for column in columns_for(layout.tall))
 
 
-def _device_cells(mig: MigView, frame: Frame) -> tuple[Cell, ...]:
+def _device_cells(mig: MigView, layout: Layout) -> tuple[Cell, ...]:
     state = f"{LETTERS.get(mig.state, UNKNOWN)}  {mig.state}"
     cells = {
         "index": Cell("MIG", "dim"),
         "state": Cell(((state, mig.state),)),
         "utilization": Cell(mig.profile),  # NVML has no utilization of MIG devices
-        "memory": _memory(mig, mig.state, frame),
-        "user": device_owner(mig, frame.scene),
+        "memory": _memory(mig, mig.state, layout),
+        "user": device_owner(mig, layout.scene),
         "reason": _reason(mig),
     }
-    return tuple(cells.get(column.key, Cell("")) for column in columns_for(frame.tall))
+    return tuple(cells.get(column.key, Cell("")) for column in columns_for(layout.tall))
 
 
-def _below(of: GpuView | MigView, frame: Frame) -> list[Cell]:
+def _below(of: GpuView | MigView, layout: Layout) -> list[Cell]:
     """Return the further lines of a row: the last minutes below the meters, and the reason of the state."""
     reason = _reason(of)
     model = short_model(of.name) + "   " if isinstance(of, GpuView) else ""
     last = Cell(((" " * _INDENT + model, "dim"), (of.reason, reason.style)))
-    height = frame.tall - 2
+    height = layout.tall - 2
     if height < 1:
-        return [last][: frame.tall - 1]
+        return [last][: layout.tall - 1]
     lines: list[list[tuple[str, str | Style]]] = [[] for _ in range(height)]
-    columns = [column.key for column in columns_for(frame.tall) if column.key in frame.widths]
+    columns = [column.key for column in columns_for(layout.tall) if column.key in layout.widths]
     for column in columns[: 1 + max(columns.index(name) for name in _METERS if name in columns)]:
         style: str = "dim"
         if column in _METERS:
-            drawn = frame.trace(column, of, height)
+            drawn = layout.trace(column, of, height)
             style = style if height == 1 else of.state
         else:
             first = "  5 min" if column == "state" else ""
-            drawn = [fit(text, frame.widths[column]) for text in [first, *[""] * (height - 1)]]
+            drawn = [fit(text, layout.widths[column]) for text in [first, *[""] * (height - 1)]]
         for line, text in zip(lines, drawn, strict=True):
             line += [(text, style), (" " * GAP, "")]
     return [*(Cell(tuple(line)) for line in lines), last]
 
 
-def _memory(of: GpuView | MigView, state: str, frame: Frame) -> Cell:
+def _memory(of: GpuView | MigView, state: str, layout: Layout) -> Cell:
     part = _part(of.memory_used, of.memory_total)
-    return frame.meter("memory", part, pair(of.memory_used, of.memory_total, 3), state)
+    return layout.meter("memory", part, pair(of.memory_used, of.memory_total, 3), state)
 
 
 def _part(value: float | None, most: float | None) -> float | None:

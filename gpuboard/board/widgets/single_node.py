@@ -34,8 +34,8 @@ class MeterGrid(Grid):
         self.set_tall(tall)
         widths = {self.columns[index].key: size for index, size in self._widths.items()}
         samples = {item.gpu.uuid: self._history.of(item.gpu.uuid) for item in items if isinstance(item, Place)}
-        frame = text.Frame(scene, samples, widths, tall, self._look.glyphs)
-        self.set_rows(LazyRows(with_devices(items), row_key, partial(text.row_of, frame=frame)))
+        layout = text.Layout(scene, samples, widths, tall, self._look.glyphs)
+        self.set_rows(LazyRows(with_devices(items), row_key, partial(text.row_of, layout=layout)))
 
 
 class ProcessList(Grid, can_focus=False):
