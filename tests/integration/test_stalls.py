@@ -128,6 +128,7 @@ def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
             assert [v.text for v in view.verdicts] == [line.removeprefix("gpuboard: ")]
             evidence = msgspec.json.decode((Path(view.folder) / f"stall-{stalls}.json").read_bytes())
             assert [rank["rank"] for rank in evidence["ranks"]] == [0, 1, 2]
+            assert [group["ranks"] for group in evidence["groups"] if group["suspect"]] == [[1]]
             return line
 
         def continued() -> None:
@@ -146,7 +147,7 @@ def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
         )
         shown = explain(run.env)
         assert shown.splitlines()[1:4] == [
-            "  ranks 0,2: waits in all_reduce (collective 2) at script.py:23 in reduce",
+            "  ranks 0,2: waits in all_reduce (collective 2) at script.py:23 in reduce, for rank 1",
             f"  rank 1 ({node}:1): idle at script.py:7 in wait_for",
             f"why: waiting for rank 1 ({node}:1), which is at script.py:7 in wait_for; "
             "ranks 0,2 wait in all_reduce (collective 2) at script.py:23 in reduce",

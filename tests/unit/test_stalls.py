@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from gpuboard.launch.stalls.evidence import ChildProcess, Collective, Inspection, ProcessGroup, RankEvidence, StackFrame
-from gpuboard.launch.stalls.verdict import Stall, diagnose, picture
-from gpuboard.launch.stalls.waits import RankStatus, activity
+from gpuboard.launch.stalls.verdict import Stall, diagnose, explain
+from gpuboard.launch.stalls.waits import RankGroup, RankStatus, activity
 from gpuboard.launch.stalls.watch import StallTiming, StallWatch
 
 TORCH = "/venv/lib/python3.11/site-packages/torch/"
@@ -170,12 +170,25 @@ def test_without_a_flight_recorder_the_stacks_decide() -> None:
     )
 
 
-def test_the_picture_joins_ranks_that_do_the_same() -> None:
+def test_the_picture_joins_ranks_that_do_the_same_and_wait_for_the_same_ranks() -> None:
     evidence = [WAITING, seen(1, LOAD, group(11, 11)), seen(2, REDUCE, group(12, 11))]
-    assert picture({one.rank: activity(status(one.rank), one) for one in evidence}) == [
-        "ranks 0,2: waits in all_reduce (collective 12) at train.py:55 in step",
+    found = explain([status(rank) for rank in range(3)], {one.rank: one for one in evidence})
+    assert found.groups == [
+        RankGroup([0, 2], "collective", "waits in all_reduce (collective 12) at train.py:55 in step", [1]),
+        RankGroup([1], "code", "idle at train.py:41 in load_batch", suspect=True),
+    ]
+    assert found.picture == [
+        "ranks 0,2: waits in all_reduce (collective 12) at train.py:55 in step, for rank 1",
         "rank 1 (gpu01:1): idle at train.py:41 in load_batch",
     ]
+
+
+def test_ranks_that_are_all_named_by_a_verdict_are_no_suspects() -> None:
+    first = seen(0, REDUCE, group(4, 4), group(2, 1, name="a"), group(1, 1, name="b"))
+    second = seen(1, REDUCE, group(4, 4), group(1, 1, name="a"), group(2, 1, name="b"))
+    found = explain([status(0), status(1)], {0: first, 1: second})
+    assert found.verdict is not None
+    assert [(one.ranks, one.waits_for, one.suspect) for one in found.groups] == [([0], [1], False), ([1], [0], False)]
 
 
 class Run:

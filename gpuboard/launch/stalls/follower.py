@@ -125,5 +125,6 @@ class StallFollower:
         )
         self._count += 1
         if self._count <= _KEPT:
-            self._keep(f"stall-{self._count}.json", {"schema": 1, "verdict": verdict, "ranks": report.evidence})
+            found = {"schema": 1, "verdict": verdict, "ranks": report.evidence, "groups": report.groups}
+            self._keep(f"stall-{self._count}.json", found)
         return verdict

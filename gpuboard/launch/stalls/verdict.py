@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from gpuboard.launch.stalls.evidence import Collective, RankEvidence
-from gpuboard.launch.stalls.waits import Activity, RankStatus, activity, group_of, roots, waits_for
+from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity, group_of, roots, waits_for
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, ranges
 
@@ -68,13 +68,17 @@ def diagnose(activities: Mapping[int, Activity]) -> Stall | None:
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """What the ranks of a job are doing at one moment. ``missing``: what could not be seen, and why."""
+    """What the ranks of a job are doing at one moment. ``missing``: what could not be seen, and why.
+
+    ``picture``: ``groups`` as lines of text.
+    """
 
     picture: list[str]
     verdict: str | None
     remedy: str
     ranks: list[RankEvidence]
     missing: list[str] = []
+    groups: list[RankGroup] = []
 
 
 def explain(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> Explanation:
@@ -86,21 +90,41 @@ def explain(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]
         for one in activities.values()
         if one.evidence and one.evidence.stack_error
     }
+    groups = grouped(activities, stall)
     return Explanation(
-        picture(activities),
+        picture(groups, activities),
         f"waiting {stall.words}" if stall else None,
         stall.remedy if stall else "",
         list(evidence.values()),
         sorted(failed),
+        groups,
     )
 
 
-def picture(activities: Mapping[int, Activity]) -> list[str]:
-    """Return what every rank is doing, one line per group of ranks that do the same."""
-    lines: dict[str, list[Activity]] = {}
-    for one in activities.values():
-        lines.setdefault(_doing(one), []).append(one)
-    return [f"{_labels(ones)}: {words}" for words, ones in lines.items()]
+def grouped(activities: Mapping[int, Activity], stall: Stall | None) -> list[RankGroup]:
+    """Return what every rank is doing and for which ranks it waits, folded."""
+    waits = waits_for(activities)
+    named = stall.ranks if stall and len(stall.ranks) < len(activities) else ()
+    found: dict[tuple[str, str, tuple[int, ...], bool], list[int]] = {}
+    for rank, one in activities.items():
+        blockers = sorted(waits.get(rank, ()))
+        key = one.doing, _doing(one), tuple(blockers), rank in named
+        found.setdefault(key, []).append(rank)
+    return [
+        RankGroup(ranks, doing, words, list(blockers), suspect)
+        for (doing, words, blockers, suspect), ranks in found.items()
+    ]
+
+
+def picture(groups: Iterable[RankGroup], activities: Mapping[int, Activity]) -> list[str]:
+    """Return groups of ranks as lines of text."""
+    lines = []
+    for group in groups:
+        others = (
+            f", for rank{'s' if len(group.waits_for) > 1 else ''} {ranges(group.waits_for)}" if group.waits_for else ""
+        )
+        lines.append(f"{_labels(activities[rank] for rank in group.ranks)}: {group.words}{others}")
+    return lines
 
 
 def _doing(one: Activity) -> str:

@@ -69,6 +69,19 @@ class Activity(msgspec.Struct, frozen=True):
         return self.frame.place if self.frame else ""
 
 
+class RankGroup(msgspec.Struct, frozen=True):
+    """Ranks that do the same, at the same place, and wait for the same ranks.
+
+    ``doing``: one of ``Doing``; ``words``: what they do, and where; ``suspect``: the verdict names them.
+    """
+
+    ranks: list[int]
+    doing: str
+    words: str
+    waits_for: list[int] = []
+    suspect: bool = False
+
+
 def activity(status: RankStatus, evidence: RankEvidence | None) -> Activity:
     """Return what a rank is doing."""
     if status.ended:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from gpuboard.launch.stalls.evidence import Inspection, RankEvidence
-from gpuboard.launch.stalls.verdict import Stall, diagnose, picture, seconds
-from gpuboard.launch.stalls.waits import Activity, RankStatus, activity
+from gpuboard.launch.stalls.verdict import Stall, diagnose, grouped, picture, seconds
+from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity
 
 
 class StallTiming(msgspec.Struct, frozen=True):
@@ -53,6 +53,7 @@ class StallReport(msgspec.Struct, frozen=True):
     place: str  # of the suspects in the user's code
     picture: list[str]
     evidence: list[RankEvidence]
+    groups: list[RankGroup]
 
     @property
     def identity(self) -> object:
@@ -148,7 +149,9 @@ class StallWatch:
         if not self._confirmed or waited < self._wanted(stall, place, now):
             self._interval = self._timing.again_s
             return
-        self._say(StallReport(stall, self._since, place, picture(activities), list(evidence.values())), waited, now)
+        groups = grouped(activities, stall)
+        lines = picture(groups, activities)
+        self._say(StallReport(stall, self._since, place, lines, list(evidence.values()), groups), waited, now)
 
     def _wanted(self, stall: Stall, place: str, now: float) -> float:
         """Return how long ranks must have waited before the verdict is given."""
@@ -203,11 +206,12 @@ class StallWatch:
         since = max(self._quiet[rank] for rank in running)
         if now - since < self._timing.all_quiet_s:
             return
-        lines = picture(activities)
+        groups = grouped(activities, None)
+        lines = picture(groups, activities)
         words = "while no rank computes, reads or writes: " + "; ".join(lines[:3])
         stall = Stall("stall-idle", tuple(running), None, words)
         self._key = ("idle",)
-        self._say(StallReport(stall, since, "", lines, []), now - since, now)
+        self._say(StallReport(stall, since, "", lines, [], groups), now - since, now)
 
 
 def _progress(one: Activity) -> object:
