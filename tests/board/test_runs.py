@@ -309,13 +309,15 @@ IGNORE = (
 
 
 @asynccontextmanager
-async def beside(launch: Launch, folder: Path) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+async def beside(
+    launch: Launch, folder: Path, size: tuple[int, int] = (120, 40)
+) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
     """The board over the state folder of a launch in another terminal, at its runs."""
     launch.wait_for("up", times=2)
     board = lab.environment(folder)
     (Path(board["XDG_STATE_HOME"]) / "gpuboard").parent.mkdir(parents=True, exist_ok=True)
     os.symlink(launch.folder / "state" / "gpuboard", Path(board["XDG_STATE_HOME"]) / "gpuboard")
-    async with opened(folder) as (app, pilot, screen):
+    async with opened(folder, size) as (app, pilot, screen):
         await lab.settle(pilot, lambda: screen.entry is not None and lab.shown(app, "2 running"))
         yield app, pilot
 

@@ -128,7 +128,7 @@ def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
             assert [v.text for v in view.verdicts] == [line.removeprefix("gpuboard: ")]
             evidence = msgspec.json.decode((Path(view.folder) / f"stall-{stalls}.json").read_bytes())
             assert [rank["rank"] for rank in evidence["ranks"]] == [0, 1, 2]
-            assert [group["ranks"] for group in evidence["groups"] if group["suspect"]] == [[1]]
+            assert [group["ranks"] for group in evidence["verdict"]["groups"] if group["suspect"]] == [[1]]
             return line
 
         def continued() -> None:

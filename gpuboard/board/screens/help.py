@@ -15,7 +15,9 @@ from textual.widgets import Static
 from gpuboard.board import keys
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import BoardScreen
+from gpuboard.board.screens.runs import RunsScreen
 from gpuboard.board.text.format import FLAG_MARKS
+from gpuboard.board.text.ranks import RANK_LETTERS
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.board.widgets.footer import Footer
 
@@ -28,6 +30,20 @@ STATE_WORDS = {
     "mig": "in MIG mode: see its devices",
     "unknown": "no current reading; never free",
     "broken": "lost, failed or needs recovery",
+}
+RANK_WORDS = {
+    "waiting": "not started",
+    "gate": "ready; preflight has not finished",
+    "importing": "imports torch",
+    "running": "runs, or loads data",
+    "waits": "waits for other ranks in a collective or at init",
+    "behind": "others wait for it",
+    "stopped": "by SIGSTOP, ctrl-Z or a debugger",
+    "blocked": "in uninterruptible sleep (driver or disk)",
+    "failed": "X! failed first",
+    "killed": "ended with the run",
+    "lost": "its node is lost",
+    "done": "exit code 0",
 }
 FLAG_WORDS = {
     "rogue": "another user's process runs on it",
@@ -97,7 +113,10 @@ class HelpScreen(BoardScreen):
 
     def draw(self) -> None:
         """Write the text with the current look."""
-        sections = [self._legend(), *self._keys(), self._mouse(), self._filters()]
+        legends = [self._legend(), self._ranks()]
+        if self._opened_from == RunsScreen.TITLE_WORDS:
+            legends.reverse()
+        sections = [legends[0], *self._keys(), legends[1], self._mouse(), self._filters()]
         self.query_one("#words", Static).update(_in_columns(sections, max(1, self._columns)))
 
     def action_scroll(self, lines: int) -> None:
@@ -134,6 +153,13 @@ class HelpScreen(BoardScreen):
             lines.append(
                 Text(f"  {FLAG_MARKS[flag]} {flag}".ljust(_KEYS), look.style(role)).append(words, look.style(""))
             )
+        return lines
+
+    def _ranks(self) -> list[Text]:
+        look, lines = self.board.look, [self._title("Ranks of a run")]
+        for word, words in RANK_WORDS.items():
+            letter, role = RANK_LETTERS[word]
+            lines.append(Text(f"  {letter} {word}".ljust(_KEYS), look.style(role)).append(words, look.style("")))
         return lines
 
     def _mouse(self) -> list[Text]:

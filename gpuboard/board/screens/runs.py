@@ -1,10 +1,10 @@
-"""All runs of this user, and the one under the cursor in detail: ranks, verdicts, remedies."""
+"""All runs of this user, and the one under the cursor in detail: verdicts, remedies, its ranks as a picture."""
 
 from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from textual import on
 from textual.app import ComposeResult
@@ -15,17 +15,21 @@ from textual.widgets import Button
 from gpuboard.board.background import Background
 from gpuboard.board.dialogs.base import Confirm
 from gpuboard.board.dialogs.launch import open_launch
-from gpuboard.board.screens.base import BoardScreen
+from gpuboard.board.screens.base import BoardScreen, Notice
 from gpuboard.board.screens.logs import LogScreen
+from gpuboard.board.text import ranks as ranks_text
 from gpuboard.board.text.lines import named
 from gpuboard.board.text.rows import Cell, Column, Row
-from gpuboard.board.text.run import RANK_STYLES, RUN_STYLES, Stop, about, countdown, first_rank, state_of
+from gpuboard.board.text.run import RUN_STYLES, Stop, about, countdown, explained, first_rank, state_of
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
-from gpuboard.board.widgets.pane import Pane
+from gpuboard.board.widgets.pane import Lines
+from gpuboard.errors import GpuboardError
 from gpuboard.launch.runs.control import ask_to_stop
 from gpuboard.launch.runs.folder import FINAL, RankView, lived_s, places
 from gpuboard.launch.runs.index import RunDetail, RunEntry
+from gpuboard.launch.stalls.request import explain_run
+from gpuboard.launch.stalls.verdict import Explanation
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
@@ -33,8 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpuboard.board.scene import Scene
+    from gpuboard.launch.stalls.waits import RankGroup
 
 _POLL_S = 1.0
+_AROUND = 10  # rows of the list, the table of ranks and the footer at least
+_DETAILS = 6  # rows of the details at least, if there are so many
 _REASON = "stopped from the board"
 _EMPTY = """No runs yet.
 x launches one on selected GPUs, on a lease, or on the best free GPUs.
@@ -58,6 +65,14 @@ _RANKS = (
     Column("line", "Last line", 20, weight=1, least=20),
     Column("uuid", "UUID", 40, drop=1),
 )
+
+
+class Explained(NamedTuple):
+    """An explanation of a run that was asked for here; None until it arrives."""
+
+    state: object  # of the run at that time: later ones need a new explanation
+    at: float  # monotonic
+    found: Explanation | None
 
 
 class StopConfirm(Confirm):
@@ -98,13 +113,14 @@ class RunsScreen(BoardScreen):
     TITLE_WORDS = "Runs"
     DEFAULT_CSS = """
     RunsScreen #list { height: 2fr; min-height: 5; }
-    RunsScreen #detail { height: auto; max-height: 50%; padding: 0 1; overflow-y: auto; }
+    RunsScreen #detail, RunsScreen #picture { margin: 0 1; }
     RunsScreen #ranks { height: 3fr; min-height: 4; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "Back", id="runs.back"),
         Binding("o", "log", "Log", id="runs.log"),
         Binding("s", "stop", "Stop", id="runs.stop"),
+        Binding("e", "explain", "Explain", id="runs.explain"),
         Binding("x", "launch", "Launch", id="runs.launch"),
         Binding("tab", "app.focus_next", "List or ranks", id="runs.other", show=False),
     ]
@@ -116,12 +132,14 @@ class RunsScreen(BoardScreen):
         self._entries: dict[str, RunEntry] = {}
         self._detail: tuple[str, RunDetail] | None = None
         self._stopping: dict[str, Stop] = {}
+        self._explained: dict[str, Explained] = {}
         self._background: Background[tuple[list[RunEntry], tuple[str, RunDetail] | None]] = Background(self)
 
     def compose(self) -> ComposeResult:
-        """The list, details of the run under the cursor, its ranks."""
+        """The list, details of the run under the cursor, its ranks as a picture and one by one."""
         yield Grid(_LIST, empty="Reading runs …", id="list")
-        yield Pane(id="detail")
+        yield Lines(id="detail")
+        yield Lines(id="picture")
         yield Grid(_RANKS, id="ranks")
         yield Footer()
 
@@ -137,6 +155,10 @@ class RunsScreen(BoardScreen):
     def restyle(self) -> None:
         """Redraw with the new look."""
         self._draw()
+
+    def on_resize(self) -> None:
+        """Share the new height among details and picture."""
+        self._draw_detail()
 
     def jump(self, run: str) -> None:
         """Put the cursor on a run."""
@@ -170,6 +192,9 @@ class RunsScreen(BoardScreen):
         self._detail = detail
         going = {run for run, entry in self._entries.items() if entry.live}
         self._stopping = {run: stop for run, stop in self._stopping.items() if run in going}
+        self._explained = {
+            run: one for run, one in self._explained.items() if run in going and one.state == _state(self._entries[run])
+        }
         self._draw()
 
     def _draw(self) -> None:
@@ -207,8 +232,10 @@ class RunsScreen(BoardScreen):
     def _draw_detail(self) -> None:
         entry, ranks = self.entry, self.query_one("#ranks", Grid)
         ranks.display = entry is not None
+        about_run, picture = self.query_one("#detail", Lines), self.query_one("#picture", Lines)
         if entry is None:
-            self.query_one("#detail", Pane).show(lambda cells: ())
+            about_run.set_lines(())
+            picture.set_lines(())
             ranks.set_rows(())
             return
         detail = self._detail[1] if self._detail and self._detail[0] == entry.view.id else None
@@ -216,10 +243,22 @@ class RunsScreen(BoardScreen):
         lines = about(entry, detail, stop, self.board.scene, time.time())
         if stop is not None and entry.live:
             lines.insert(1, countdown(entry, detail, stop, time.monotonic()))
-        self.query_one("#detail", Pane).show(lambda cells: [line for part in lines for line in named(*part, cells)])
+        groups: list[RankGroup] = [group for verdict in entry.view.verdicts if entry.live for group in verdict.groups]
+        if asked := self._explained.get(entry.view.id):
+            lines += explained(entry, asked.found, time.monotonic() - asked.at)
+            groups = asked.found.groups if asked.found else groups
+        cells, room = self.size.width - 2, self.size.height - _AROUND - sum(n.size.height for n in self.query(Notice))
+        drawn = [line for part in lines for line in named(*part, cells)]
+        most = max(4, room - min(len(drawn), _DETAILS))
+        picture.set_lines(ranks_text.picture(entry.view, groups, cells, most, self.board.look)[:most])
+        about_run.set_lines(drawn[: max(2, room - picture.count)])
         uuids = detail.uuids if detail else {}
+        marks = ranks_text.marks(entry.view, groups)
         ranks.set_rows(
-            [Row(str(rank.rank), partial(_rank_cells, rank, uuids.get(rank.rank, ""))) for rank in entry.view.ranks]
+            [
+                Row(str(rank.rank), partial(_rank_cells, rank, marks[rank.rank], uuids.get(rank.rank, "")))
+                for rank in entry.view.ranks
+            ]
         )
 
     # Actions
@@ -280,15 +319,45 @@ class RunsScreen(BoardScreen):
 
         board.ask(lambda: ask_to_stop(env, entry.view, grace_s, _REASON), asked)
 
+    def action_explain(self) -> None:
+        """Inspect the ranks of the run under the cursor, as `gpuboard explain` does."""
+        entry = self.entry
+        if entry is None:
+            return
+        view, state = entry.view, _state(entry)
+        if not entry.live or entry.unreadable:
+            self.notify(f"run {view.id} is not running: there is nothing to inspect", markup=False)
+            return
+        if (asked := self._explained.get(view.id)) is not None and asked.found is None:
+            return  # in progress
+
+        def answered(found: Explanation | None) -> None:
+            self._explained.pop(view.id, None)
+            if found is not None:
+                self._explained[view.id] = Explained(state, time.monotonic(), found)
+            if self.is_attached:
+                self._draw_detail()
+
+        def failed(error: GpuboardError) -> None:
+            answered(None)
+            self.board.show_error(error)
+
+        self._explained[view.id] = Explained(state, time.monotonic(), None)
+        self._draw_detail()
+        self.board.ask(lambda: explain_run(view), answered, failed)
+
     def action_launch(self) -> None:
         open_launch(self.board)
 
 
-def _rank_cells(rank: RankView, uuid: str) -> list[Cell]:
-    state = clean(rank.state)
+def _state(entry: RunEntry) -> object:
+    return entry.view.state, [verdict.text for verdict in entry.view.verdicts]
+
+
+def _rank_cells(rank: RankView, mark: ranks_text.Mark, uuid: str) -> list[Cell]:
     return [
         Cell(str(rank.rank)),
-        Cell(state, RANK_STYLES.get(state, "")),
+        Cell(mark.word, mark.role),
         Cell(clean(rank.node)),
         Cell(str(rank.index)),
         Cell("?" if rank.pid is None else str(rank.pid)),

@@ -11,10 +11,11 @@ from gpuboard.board.text.format import UNKNOWN
 from gpuboard.launch.failure import rank_words
 from gpuboard.launch.runs.folder import lived_s
 from gpuboard.launch.runs.index import RunDetail, RunEntry
+from gpuboard.launch.stalls.verdict import Explanation
 from gpuboard.model.text import clean
-from gpuboard.model.units import format_duration
+from gpuboard.model.units import format_duration, seconds_of
 
-# States of runs and of ranks → roles of Look
+# States of runs → roles of Look
 RUN_STYLES = {
     UNKNOWN: "unknown",
     "failed": "bad",
@@ -23,7 +24,6 @@ RUN_STYLES = {
     "stalled": "warn",
     "stopping": "warn",
 }
-RANK_STYLES = {"failed": "bad", "killed": "warn", "lost": "bad", "running": "good"}
 _ENDED = frozenset({"failed", "done", "killed", "lost"})
 _LINES = 12  # of a verdict's evidence
 
@@ -40,7 +40,8 @@ class Stop(msgspec.Struct, frozen=True):
 def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: Scene | None, now: float) -> list[Entry]:
     """Return the details of a run, the worst first. ``now``: epoch seconds."""
     view = entry.view
-    lines = [_headline(entry, stop)]
+    lines = [_headline(entry, stop, now)]
+    stalled = entry.live and any(verdict.groups for verdict in view.verdicts)
     if entry.elsewhere:
         age = format_duration(max(0.0, now - entry.written))
         words = f"launched on {clean(view.head.host)}; only there can gpuboard check that it runs; written {age} ago"
@@ -49,6 +50,9 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
         lines.append(("Why", clean(verdict.text, 600), "warn" if view.state == "stopped" else "bad"))
         if verdict.kind == "preflight" and verdict.evidence:
             lines.append(("Remedy", clean(verdict.evidence, 400), "good"))
+        elif verdict.groups and entry.live:  # the picture of the ranks shows the rest
+            remedies = [line for line in verdict.evidence.splitlines() if line.startswith("→ ")]
+            lines += [("Remedy", clean(line[2:], 400), "good") for line in remedies]
         else:
             lines += [("", clean(line, 400), "") for line in verdict.evidence.splitlines()[:_LINES]]
     refused = any(verdict.kind == "preflight" for verdict in view.verdicts)
@@ -61,11 +65,30 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
         if check.remedy:
             lines.append(("Remedy", clean(check.remedy, 300), "good"))
     shown = {verdict.text for verdict in view.verdicts}
-    if stop is None and detail and detail.words and (entry.live or not shown) and detail.words[-1] not in shown:
-        lines.append(("Head", detail.words[-1], "dim"))
+    said = detail.words[-1] if detail and detail.words else ""
+    if said and stop is None and not stalled and (entry.live or not shown) and said not in shown:
+        lines.append(("Head", said, "dim"))
     lines.append(("Lease", _lease(view.lease, scene, live=entry.live), ""))
     lines.append(("Folder", clean(view.folder), ""))
     return lines
+
+
+def explained(entry: RunEntry, found: Explanation | None, age_s: float) -> list[Entry]:
+    """Return what an explanation adds to the picture of the ranks; None: the ranks are being inspected."""
+    if found is None:
+        return [("Explained", "inspecting the ranks", "dim")]
+    age = f"{age_s:.0f} s ago"
+    if found.verdict is None:
+        return [("Explained", f"{age}: no rank waits for another one", "good"), *_unseen(found)]
+    known = any(found.verdict.removeprefix("waiting ") in verdict.text for verdict in entry.view.verdicts)
+    lines = [("Explained", f"{age}: {'unchanged' if known else clean(found.verdict, 600)}", "bad")]
+    if found.remedy and not known:
+        lines.append(("Remedy", clean(found.remedy, 400), "good"))
+    return [*lines, *_unseen(found)]
+
+
+def _unseen(found: Explanation) -> list[Entry]:
+    return [("Not seen", clean(line, 400), "warn") for line in found.missing]
 
 
 def countdown(entry: RunEntry, detail: RunDetail | None, stop: Stop, monotonic: float) -> Entry:
@@ -112,14 +135,16 @@ def ended_words(entry: RunEntry) -> str:
     return "\n".join(lines)
 
 
-def _headline(entry: RunEntry, stop: Stop | None) -> Entry:
+def _headline(entry: RunEntry, stop: Stop | None, now: float) -> Entry:
     view, state = entry.view, state_of(entry, stop)
+    since = [verdict.at for verdict in view.verdicts if verdict.groups]
+    lasted = f" for {format_duration(max(0.0, now - seconds_of(since[0])))}" if state == "stalled" and since else ""
     counts = Counter(clean(rank.state) for rank in view.ranks)
     ranks = ", ".join(f"{count} {name}" for name, count in counts.most_common())
     code = f", exit code {view.exit_code}" if view.exit_code is not None else ""
     return (
         f"Run {clean(view.id, 12)}"[:12],
-        f"{state}{code}; ranks: {ranks or 'none'}",
+        f"{state}{lasted}{code}; ranks: {ranks or 'none'}",
         RUN_STYLES.get(state, "title"),
     )
 

@@ -70,6 +70,11 @@ class Lines(Pane):
         super().__init__(id=id)
         self.display = False
 
+    @property
+    def count(self) -> int:
+        """How many lines there are."""
+        return len(self._lines)
+
     def set_lines(self, lines: Sequence[Runs]) -> None:
         """Show ``lines``."""
         self.display = bool(lines)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import whole
-from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.errors import UsageError
 from gpuboard.launch.runs import folder as run_folder
-from gpuboard.launch.runs.control import ControlRequest, ask
 from gpuboard.launch.stalls.evidence import RankEvidence
 from gpuboard.launch.stalls.foreign import explain_process
+from gpuboard.launch.stalls.request import explain_run
 from gpuboard.launch.stalls.verdict import Explanation
 from gpuboard.model.text import clean
 
 NAME = "explain"
 HELP = "show what every rank is doing now and what blocks"
-
-_WAIT_S = 15.0  # for the head, which asks all nodes
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -50,7 +47,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         title = f"the job of pid {args.pid}"
     else:
         view = run_folder.find_run(context.env, args.run or "last")
-        report = _Report(1, view.id, view.state, _of_run(view))
+        report = _Report(1, view.id, view.state, explain_run(view))
         title = f"run {view.id}: {view.state}"
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
@@ -70,21 +67,6 @@ def run(args: argparse.Namespace, context: Context) -> int:
     for line in found.missing:
         print(f"not seen: {line}")
     return 0
-
-
-def _of_run(view: run_folder.RunView) -> Explanation:
-    """Return the explanation of the run's head, or that of a run that has ended."""
-    if view.state in run_folder.FINAL:
-        lines = [line for verdict in view.verdicts for line in [verdict.text, *verdict.evidence.splitlines()]]
-        return Explanation([clean(line, 600) for line in lines], None, "", [])
-    if run_folder.alive(view.head) is None:
-        raise GpuboardError(f"run {view.id} was launched on {view.head.host}; use `gpuboard explain {view.id}` there")
-    answer = ask(Path(view.folder), ControlRequest("explain"), _WAIT_S)
-    try:
-        return msgspec.convert(answer, Explanation)
-    except msgspec.ValidationError as error:
-        why = answer.get("error") if isinstance(answer, dict) else error
-        raise GpuboardError(f"run {view.id}: {why}") from error
 
 
 def _stack(rank: RankEvidence) -> list[str]:

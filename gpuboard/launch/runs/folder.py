@@ -22,6 +22,7 @@ import msgspec
 from gpuboard import files, paths
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
+from gpuboard.launch.stalls.waits import RankGroup
 from gpuboard.model.text import clean
 from gpuboard.model.units import seconds_of
 
@@ -49,7 +50,8 @@ class RankView(msgspec.Struct, frozen=True):
 class VerdictView(msgspec.Struct, frozen=True):
     """A conclusion about a run. ``rank`` and ``node`` are None if it concerns no single one.
 
-    ``kind``: one of ``failure.FailureKind``, or preflight, head-died, unreadable.
+    ``kind``: one of ``failure.FailureKind`` or ``verdict.StallKind``, or preflight, head-died, unreadable. ``groups``:
+    what the ranks did when a stall was found.
     """
 
     at: str
@@ -58,6 +60,7 @@ class VerdictView(msgspec.Struct, frozen=True):
     node: str | None
     text: str
     evidence: str = ""
+    groups: list[RankGroup] = []
 
 
 class HeadProcess(msgspec.Struct, frozen=True):

@@ -122,9 +122,9 @@ class StallFollower:
             stall.node,
             f"stalled: {stall.text(now - report.since)}",
             "\n".join([*report.picture, *([f"→ {stall.remedy}"] if stall.remedy else [])]),
+            report.groups,
         )
         self._count += 1
         if self._count <= _KEPT:
-            found = {"schema": 1, "verdict": verdict, "ranks": report.evidence, "groups": report.groups}
-            self._keep(f"stall-{self._count}.json", found)
+            self._keep(f"stall-{self._count}.json", {"schema": 1, "verdict": verdict, "ranks": report.evidence})
         return verdict
