@@ -94,13 +94,13 @@ def test_the_whole_picture_keeps_to_its_height_and_width_whatever_the_ranks_do()
             assert len(lines) <= most + 1, (cells, most, lines)
             assert max(map(len, lines)) <= cells
             assert " B! 7 " in "\n".join(lines)
-            assert re.search(r"R  running: (\d|\d+ ranks)", "\n".join(lines))
+            assert re.search(r"R running: (\d|\d+ ranks)", "\n".join(lines))
 
 
 def test_without_a_stall_ranks_are_shown_by_the_state_of_their_processes() -> None:
     assert drawn(run(4, {1: "importing"}, default="gate")) == [
         "Ranks        gpu01 0-3 G I G G",
-        "             G  gate: 0,2-3   I  importing: 1",
+        "             G gate: 0,2-3   I importing: 1",
     ]
 
 
@@ -110,7 +110,7 @@ def test_the_rank_that_failed_first_stands_out_and_its_echoes_are_dim() -> None:
     failed = msgspec.structs.replace(failed, state="failed", verdicts=[verdict])
     assert drawn(failed) == [
         "Ranks        gpu01 0-3 K X!X D",
-        "             X! failed: 1   K  killed: 0   X  failed too: 2   D  done: 3",
+        "             X! failed: 1   K killed: 0   X failed too: 2   D done: 3",
     ]
     assert marks(failed, ()) == {
         0: Mark("killed", "K", "dim", False),

@@ -231,6 +231,7 @@ def _states(ranks: Sequence[int], found: Mapping[int, Mark], cells: int, look: L
         if runs and used + _GAP + 2 + len(words) > cells - NAME:
             lines.append(tuple(runs))
             runs, used = [], 0
-        runs += [(" " * (_GAP if runs else NAME), ""), *_cell(mark, look), (words, mark.role)]
+        cell = _cell(mark, look) if mark.suspect else [(mark.letter, mark.role)]
+        runs += [(" " * (_GAP if runs else NAME), ""), *cell, (words, mark.role)]
         used += _GAP + 2 + len(words)
     return [*lines, tuple(runs)]
