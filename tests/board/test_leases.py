@@ -27,6 +27,7 @@ from gpuboard.model.lease import LeaseHolder
 from gpuboard.model.request import Request
 from gpuboard.model.units import iso
 from tests.board import lab, made, other
+from tests.board.test_runs import keep, view
 
 Test = Callable[[BoardApp, Pilot[int], Core], Awaitable[None]]
 
@@ -130,6 +131,24 @@ def test_releases_when_that_is_meant(tmp_path: Path) -> None:
     with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
 
 
+def test_a_lease_that_a_run_uses_is_released_after_a_second_question(tmp_path: Path) -> None:
+    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+        lease = (grid(app) or "").split()[0]
+        keep(core.env, view("rabc2345", lease=lease))
+        for answer in ("enter", "y"):
+            assert len(lab.claims(tmp_path)) == 2
+            await pilot.press("d")
+            await lab.settle(pilot, lambda: lab.shown(app, f"Release {lease}?"))
+            await pilot.press("y")
+            await lab.settle(pilot, lambda: lab.shown(app, f"Release {lease} although run rabc2345 uses it?"))
+            assert lab.shown(app, "Run rabc2345 uses it: train.py --lr 3e-4", "The run goes on without a reservation")
+            await pilot.press(answer)
+            await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
+        await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
+
+    with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
+
+
 def test_releases_with_the_mouse(tmp_path: Path) -> None:
     async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
         await pilot.click("#leases", offset=(3, 2))
@@ -151,8 +170,10 @@ def test_renews(tmp_path: Path) -> None:
         entry.value = "25h"
         await pilot.press("enter")
         await lab.settle(pilot, lambda: "longer than the 1d allowed" in lab.screen(app))
+        entry.value = "10m"
+        await lab.settle(pilot, lambda: re.search(r"Ends .*, sooner than now", lab.screen(app)))
         entry.value = "3h"
-        await lab.settle(pilot, lambda: "Ends " in lab.screen(app))
+        await lab.settle(pilot, lambda: "Ends " in lab.screen(app) and "sooner" not in lab.screen(app))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
         await lab.settle(pilot, lambda: app.scene and next(iter(app.scene.by_lease.values())).remaining_s > 10700)

@@ -23,7 +23,9 @@ from gpuboard.board.text.rows import Runs, share
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
 from gpuboard.board.widgets.pane import Lines
+from gpuboard.launch.runs.folder import RunView, by_lease
 from gpuboard.model.lease import Lease
+from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, parse_duration, seconds_of
 
 if TYPE_CHECKING:
@@ -314,9 +316,20 @@ class LeasesScreen(BoardScreen):
             severity: SeverityLevel = "warning" if failed else "information"
             self.board.notify(words, title=f"Released: {lease.id}", severity=severity, markup=False)
 
-        def meant(yes: bool | None) -> None:
+        def release(yes: bool | None) -> None:
             if yes:
                 self.board.ask(lambda: self.board.core.operations.release(lease.id), done)
+
+        def read(users: dict[str, RunView]) -> None:
+            run = users.get(lease.id) if one.mine else None
+            if run is None:
+                release(True)
+            else:
+                self.board.push_screen(_in_use(lease, run), release)
+
+        def meant(yes: bool | None) -> None:
+            if yes:
+                self.board.ask(lambda: by_lease(entry.view for entry in self.board.core.runbook.read()), read)
 
         self.board.push_screen(Confirm(f"Release {lease.id}?", "\n".join(words), verb="Release"), meant)
 
@@ -335,6 +348,17 @@ class LeasesScreen(BoardScreen):
         self.board.notify(words, severity="warning", markup=False)
 
 
+def _in_use(lease: Lease, run: RunView) -> Confirm:
+    """Return the question before the release of a lease that a run uses."""
+    if lease.job is not None:
+        effect = f"Slurm ends the run with job {lease.job}."
+    else:
+        effect = "The run goes on without a reservation: others can reserve its GPUs while it computes on them."
+    words = f"Run {run.id} uses it: {clean(run.target, 80)}\n{effect}\n\nTo end the run instead: u, then s; "
+    words += "a lease that it reserved itself is then released too."
+    return Confirm(f"Release {lease.id} although run {run.id} uses it?", words, verb="Release it anyway")
+
+
 class RenewDialog(Dialog[str]):
     """Asks for how long, from now, to renew a lease."""
 
@@ -346,9 +370,15 @@ class RenewDialog(Dialog[str]):
 
     def changed(self) -> None:
         """Show the new end."""
+        if self.wrong():
+            self.show_message("", "good")
+            return
         now = time.time()
-        words = "" if self.wrong() else f"Ends {local(now + parse_duration(self.values['for']), now)}"
-        self.show_message(words, "good")
+        end = now + parse_duration(self.values["for"])
+        if end < seconds_of(self._lease.until):
+            self.show_message(f"Ends {local(end, now)}, sooner than now", "warn")
+        else:
+            self.show_message(f"Ends {local(end, now)}", "good")
 
     def commit(self, values: dict[str, str]) -> None:
         """Renew it on all its nodes."""

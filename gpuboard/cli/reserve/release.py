@@ -73,11 +73,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _in_use(context: Context) -> dict[str, str]:
     """Return, by lease, which run of this user uses it, with the remedy."""
-    from gpuboard.launch.runs.folder import FINAL, read_runs
+    from gpuboard.launch.runs.folder import by_lease, read_runs
 
     return {
-        view.lease: f"run {view.id} ({clean(view.target, 80)}) uses it; `gpuboard stop {view.id}` ends the run, "
+        lease: f"run {view.id} ({clean(view.target, 80)}) uses it; `gpuboard stop {view.id}` ends the run, "
         "--force releases the lease all the same"
-        for view in read_runs(context.env)
-        if view.lease is not None and view.state not in FINAL
+        for lease, view in by_lease(read_runs(context.env)).items()
     }

@@ -184,6 +184,11 @@ def read_runs(env: Mapping[str, str]) -> list[RunView]:
     return sorted((view for view in found if view is not None), key=lambda view: (view.started, view.id))
 
 
+def by_lease(views: Iterable[RunView]) -> dict[str, RunView]:
+    """Return the runs in progress by the lease that they use."""
+    return {view.lease: view for view in views if view.lease is not None and view.state not in FINAL}
+
+
 def lived_s(view: RunView, until: float) -> float | None:
     """Return the seconds from a run's start to ``until`` (epoch seconds); None if its state cannot be read."""
     try:
