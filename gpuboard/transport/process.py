@@ -25,7 +25,7 @@ _KILLED_S = 2.0  # a killed process that is still there afterwards is in uninter
 class Ending(NamedTuple):
     """How a child ended."""
 
-    code: int | None  # exit code, negative for a signal; None: unknown
+    code: int | None  # exit code, negative for a signal; None: unknown, or it was killed here
     stderr: bytes  # the end of its output there
     late: bool  # it was ended because no byte of output came in time
 
@@ -35,7 +35,8 @@ class ChildChannel:
 
     ``first_byte_s`` None: the child is the agent, so the node is reached as soon as the child runs. Otherwise it is a
     program that connects to the node: its first byte of output means that it has, and after ``first_byte_s`` seconds
-    without one it is ended. ``end_s``: it is killed when it runs this long after its connection was closed.
+    without one it is ended. It is killed when it runs for ``end_s`` after its connection was closed here, or for
+    ``exit_s`` after it has closed its output itself: on a busy machine the end of ssh takes seconds.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class ChildChannel:
         *,
         first_byte_s: float | None = None,
         end_s: float = 2.0,
+        exit_s: float = 10.0,
     ) -> None:
         self._handler = handler
         self._explain = explain
         self._first_byte_s = first_byte_s
         self._end_s = end_s
+        self._exit_s = exit_s
         self._connected = False
         self._lock = threading.Lock()
         self._unsent = bytearray()
@@ -101,7 +104,7 @@ class ChildChannel:
             self.over = True
             if self._child is not None:
                 if not self._connected:  # it is still connecting: it does not read end-of-file
-                    _terminate(self._child)
+                    _signal(self._child, signal.SIGTERM)
                 os.eventfd_write(self._wake, 1)
 
     def _reached(self) -> None:
@@ -120,7 +123,7 @@ class ChildChannel:
         while reading and not self.over:
             left_s = None if self._connected or until is None else until - time.monotonic()
             if late := left_s is not None and left_s <= 0:
-                _terminate(child)
+                _signal(child, signal.SIGTERM)
                 break
             for fd, _ in poller.poll(None if left_s is None else left_s * 1000):
                 if fd == self._wake:
@@ -142,10 +145,14 @@ class ChildChannel:
                     reading = reading and fd != child.stdout
         with self._lock:
             closed, self.over = self.over, True
-        code, rest = _end(child, self._end_s)
+        wait_s = self._end_s if closed or late else self._exit_s
+        code, rest, killed = _end(child, wait_s)
         os.close(self._wake)
-        if not closed:
-            self._handler.ended(self._explain(Ending(code, (stderr + rest)[-_STDERR_KEPT:], late)))
+        if closed:
+            return
+        if killed and not late:
+            rest += f"\nclosed its output but did not exit within {wait_s:g} s; gpuboard killed it\n".encode()
+        self._handler.ended(self._explain(Ending(code, (stderr + rest)[-_STDERR_KEPT:], late)))
 
     def _flush(self, child: Child) -> bool:
         """Write what the pipe takes; return whether data is left."""
@@ -166,36 +173,59 @@ def _read(fd: int) -> bytes:
         return b""
 
 
-def _terminate(child: Child) -> None:
+def _signal(child: Child, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # this process ignores SIGCHLD, so the kernel has reaped the child
-        os.kill(child.pid, signal.SIGTERM)
+        os.kill(child.pid, number)
 
 
-def _end(child: Child, wait_s: float) -> tuple[int | None, bytes]:
-    """Close the pipes, wait for the child, kill it after ``wait_s``.
+def _end(child: Child, wait_s: float) -> tuple[int | None, bytes, bool]:
+    """Close the pipes, read the rest of stderr until the child has ended, kill it after ``wait_s``.
 
-    Return its exit code (negative: a signal; None: unknown) and the rest of its stderr.
+    Return its exit code (negative: a signal; None: unknown), the rest of its stderr, and whether it was killed here.
     """
     os.close(child.stdin)
     os.close(child.stdout)
-    code = _wait(child, wait_s)
-    rest = _read(child.stderr)
-    os.close(child.stderr)
-    return code, rest
-
-
-def _wait(child: Child, wait_s: float) -> int | None:
+    rest = b""
     try:
         pidfd = os.pidfd_open(child.pid)
-    except ProcessLookupError:
-        return None  # this process ignores SIGCHLD, so the kernel has reaped the child
-    try:
-        if not readable(pidfd, wait_s):
-            os.kill(child.pid, signal.SIGKILL)
-            if not readable(pidfd, _KILLED_S):
-                return None  # init will reap it
-        return os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
-    except ChildProcessError:
-        return None  # other code in this process has waited for it
-    finally:
+    except ProcessLookupError:  # this process ignores SIGCHLD, so the kernel has reaped the child
+        code, killed = None, False
+    else:
+        rest = _drain(child.stderr, pidfd, wait_s)
+        code, killed = _reap(child, pidfd)
         os.close(pidfd)
+    rest += _read(child.stderr)
+    os.close(child.stderr)
+    return code, rest, killed
+
+
+def _drain(stderr: int, pidfd: int, wait_s: float) -> bytes:
+    """Return what a child writes to stderr until its end, at most for ``wait_s``: a full pipe would prevent its end."""
+    poller = select.poll()
+    poller.register(stderr, select.POLLIN)
+    poller.register(pidfd, select.POLLIN)
+    rest = b""
+    until = time.monotonic() + wait_s
+    while (left_s := until - time.monotonic()) > 0:
+        for fd, _ in poller.poll(left_s * 1000):
+            if fd == pidfd:
+                return rest
+            if data := _read(fd):
+                rest = (rest + data)[-_STDERR_KEPT:]
+            else:
+                poller.unregister(fd)
+    return rest
+
+
+def _reap(child: Child, pidfd: int) -> tuple[int | None, bool]:
+    """Return the exit code of a child, which is killed if it has not ended, and whether that ended it."""
+    runs = not readable(pidfd, 0)
+    if runs:
+        _signal(child, signal.SIGKILL)
+        if not readable(pidfd, _KILLED_S):
+            return None, True  # init will reap it
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+    except ChildProcessError:
+        return None, runs  # other code in this process has waited for it
+    return (None, True) if runs and code == -signal.SIGKILL else (code, False)
