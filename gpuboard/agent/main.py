@@ -8,7 +8,7 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict
 
-ROLES = ("node", "launch")
+ROLES = ("node", "launch", "runs")
 
 
 def main() -> None:
@@ -41,6 +41,11 @@ def _run(channel: protocol.AgentChannel, role: str, config: "Dict[str, Any]") ->
         from gpuboard.agent.launch import guard  # late: only this role needs it
 
         guard.run(channel, config)
+        return 0
+    if role == "runs":
+        from gpuboard.agent.runs import role as runs  # late: only this role needs it
+
+        runs.run(channel, config)
         return 0
     channel.event("stderr", {"text": "gpuboard agent: no role %r; this agent has %s\n" % (role, ", ".join(ROLES))})
     return 2

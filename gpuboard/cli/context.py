@@ -92,26 +92,31 @@ class Context:
 
         return current_job(self.settings, self.env, report)
 
-    def scope(self) -> Scope:
-        """Return the nodes that a command reserves or uses GPUs of: inside a Slurm job the job's, else all in scope."""
+    def scope(self, nodesets: Sequence[str] | None = None) -> Scope:
+        """Return the nodes that a command reserves or uses GPUs of: inside a Slurm job the job's, else all in scope.
+
+        ``nodesets``: only these, in place of ``--nodes``.
+        """
         from gpuboard.leases.ledger import Scope
 
+        named = self.nodesets if nodesets is None else nodesets
         if self.job is None:
-            return Scope(tuple(self.reach(self.nodes())), explicit=bool(self.nodesets))
+            return Scope(tuple(self.reach(self.nodes(named))), explicit=bool(named))
         from gpuboard.cluster.inventory.slurm_job import job_nodes
 
-        return Scope(tuple(job_nodes(self.job, self.nodesets)), explicit=True, job=self.job.job)
+        return Scope(tuple(job_nodes(self.job, named)), explicit=True, job=self.job.job)
 
-    def nodes(self) -> list[Node]:
-        """Return the nodes in scope. Raises UsageError for an invalid nodeset or an unknown node."""
+    def nodes(self, nodesets: Sequence[str] | None = None) -> list[Node]:
+        """Return the nodes in scope, or those of ``nodesets``. Raises UsageError for an invalid or unknown name."""
+        named = self.nodesets if nodesets is None else nodesets
         if file := self.env.get("GPUBOARD_INVENTORY"):
             from gpuboard.cluster.inventory.file import read_nodes
 
-            return read_nodes(Path(file), self.nodesets)
+            return read_nodes(Path(file), named)
         from gpuboard.cluster.inventory.nodes import inventory
 
         scheduler = self.new_scheduler()
-        return inventory(self.settings, self.nodesets, scheduler.look if scheduler else None)
+        return inventory(self.settings, named, scheduler.look if scheduler else None)
 
     def reach(self, nodes: list[Node]) -> list[Node]:
         """Return ``nodes``, after ssh has asked on the terminal for the passwords and codes that they require.

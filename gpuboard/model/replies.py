@@ -6,6 +6,7 @@ excessive nesting raise :class:`Malformed`; text is cleaned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -143,6 +144,42 @@ class RanksStarted(msgspec.Struct, frozen=True):
     pids: dict[str, Count]
 
 
+class RunState(msgspec.Struct, frozen=True):
+    """A run in its folder on a node. ``state``: state.json, compressed (zlib). ``alive``: its head, None: not known."""
+
+    run: str
+    state: bytes | None
+    error: str | None = None
+    alive: bool | None = None
+
+
+class RunStates(msgspec.Struct, frozen=True):
+    """An answer to ``list`` of role ``runs``. ``more``: further ones follow after the last id."""
+
+    folder: str
+    runs: list[RunState]
+    more: bool = False
+
+
+class OneRun(msgspec.Struct, frozen=True):
+    """The answer to ``state`` of role ``runs``; None before its head has written a state."""
+
+    folder: str
+    run: RunState | None
+
+
+class FilePieces(msgspec.Struct, frozen=True):
+    """The answer to ``read`` of role ``runs``: by file the next bytes, compressed (zlib)."""
+
+    pieces: dict[str, bytes]
+
+
+class ControlReply(msgspec.Struct, frozen=True):
+    """The answer to ``control`` of role ``runs``: a line of JSON, compressed (zlib)."""
+
+    reply: bytes
+
+
 class Detail(msgspec.Struct, frozen=True):
     """The details of a refused call beyond its message."""
 
@@ -150,9 +187,13 @@ class Detail(msgspec.Struct, frozen=True):
     holder: str | None = None  # ``port-in-use``: the process that has the port
 
 
-def decode(data: msgspec.Raw | bytes, kind: type[T]) -> T:
-    """Return ``data``, JSON from a node, as a ``kind`` with cleaned text. Raises Malformed."""
-    return msgspec.convert(_inert(msgspec.to_builtins(parse(data, kind))), kind)
+def decode(data: msgspec.Raw | bytes, kind: type[T], clean_text: Callable[[str], str] | None = None) -> T:
+    """Return ``data``, JSON from a node, as a ``kind`` with cleaned text. Raises Malformed.
+
+    ``clean_text``: ``lines`` keeps line ends; default: text is cut and made one line.
+    """
+    plain = msgspec.to_builtins(parse(data, kind), builtin_types=(bytes,))
+    return msgspec.convert(_inert(plain, clean_text or _one_line), kind)
 
 
 def parse(data: msgspec.Raw | bytes, kind: type[T]) -> T:
@@ -163,12 +204,16 @@ def parse(data: msgspec.Raw | bytes, kind: type[T]) -> T:
         raise Malformed(clean(str(error), 200)) from None
 
 
-def _inert(value: Any) -> Any:
+def _one_line(text: str) -> str:
+    return clean(text, TEXT_LIMIT)
+
+
+def _inert(value: Any, clean_text: Callable[[str], str]) -> Any:
     """Return plain values with every string in them cleaned."""
     if isinstance(value, str):
-        return clean(value, TEXT_LIMIT)
+        return clean_text(value)
     if isinstance(value, list):
-        return [_inert(item) for item in value]
+        return [_inert(item, clean_text) for item in value]
     if isinstance(value, dict):
-        return {clean(key, TEXT_LIMIT): _inert(item) for key, item in value.items()}
+        return {clean_text(key): _inert(item, clean_text) for key, item in value.items()}
     return value

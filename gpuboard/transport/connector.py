@@ -51,7 +51,7 @@ class Connector:
         ``host`` is the node's name in Slurm. This machine needs no step: this process is in the job.
         ``listener`` and ``ended`` are called in the transport's thread (see :class:`AgentLink`).
         """
-        if job is not None and host is not None and role == "node":
+        if job is not None and host is not None and role in {"node", "runs"}:
             config = {**config, "silence_s": STEP_SILENCE_S}
         link = AgentLink(node, role, config, listener, ended)
         transport = self.transport(host, job)

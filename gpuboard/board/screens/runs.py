@@ -25,7 +25,7 @@ from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Lines
 from gpuboard.errors import GpuboardError
-from gpuboard.launch.runs.control import ask_to_stop
+from gpuboard.launch.runs.access import LocalRun, ask_to_stop
 from gpuboard.launch.runs.folder import FINAL, RankView, lived_s, places
 from gpuboard.launch.runs.index import RunDetail, RunEntry
 from gpuboard.launch.stalls.request import explain_run
@@ -317,7 +317,7 @@ class RunsScreen(BoardScreen):
             board.follower.follow(run)
             self._look()
 
-        board.ask(lambda: ask_to_stop(env, entry.view, grace_s, _REASON), asked)
+        board.ask(lambda: ask_to_stop(LocalRun(env, entry.view), grace_s, _REASON), asked)
 
     def action_explain(self) -> None:
         """Inspect the ranks of the run under the cursor, as `gpuboard explain` does."""
@@ -344,7 +344,7 @@ class RunsScreen(BoardScreen):
 
         self._explained[view.id] = Explained(state, time.monotonic(), None)
         self._draw_detail()
-        self.board.ask(lambda: explain_run(view), answered, failed)
+        self.board.ask(lambda: explain_run(LocalRun(self.board.core.env, view)), answered, failed)
 
     def action_launch(self) -> None:
         open_launch(self.board)

@@ -9,8 +9,9 @@ import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import whole
+from gpuboard.cli.run_access import add_node, opened_run
 from gpuboard.errors import UsageError
-from gpuboard.launch.runs import folder as run_folder
+from gpuboard.launch.runs.folder import FINAL
 from gpuboard.launch.stalls.evidence import RankEvidence
 from gpuboard.launch.stalls.foreign import explain_process
 from gpuboard.launch.stalls.request import explain_run
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN", help="the run's id, its start, or `last`; default: last")
     parser.add_argument("--pid", type=whole(1, 2**22), metavar="PID",
                         help="a rank of any other job: its ranks on this node are shown")  # fmt: skip
+    add_node(parser)
     parser.add_argument("--stacks", action="store_true", help="print the whole stack of every rank")
     parser.add_argument("--json", action="store_true", help="print as JSON, stacks and collectives included")
     parser.epilog = "examples:\n  gpuboard explain\n  gpuboard explain r7kq --stacks\n  gpuboard explain --pid 4242"
@@ -46,25 +48,26 @@ def run(args: argparse.Namespace, context: Context) -> int:
         report = _Report(1, None, "running", explain_process(args.pid))
         title = f"the job of pid {args.pid}"
     else:
-        view = run_folder.find_run(context.env, args.run or "last")
-        report = _Report(1, view.id, view.state, explain_run(view))
+        with opened_run(context, args.run or "last", args.node) as found:
+            view = found.view()
+            report = _Report(1, view.id, view.state, explain_run(found))
         title = f"run {view.id}: {view.state}"
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
         return 0
-    found = report.explanation
+    shown = report.explanation
     print(title)
-    for line in found.picture:
+    for line in shown.picture:
         print(f"  {line}")
-    if found.verdict:
-        print(f"why: {found.verdict}")
-        if found.remedy:
-            print(f"  → {found.remedy}")
-    elif report.state not in run_folder.FINAL:
+    if shown.verdict:
+        print(f"why: {shown.verdict}")
+        if shown.remedy:
+            print(f"  → {shown.remedy}")
+    elif report.state not in FINAL:
         print("no rank waits for another one")
-    for rank in found.ranks if args.stacks else []:
+    for rank in shown.ranks if args.stacks else []:
         print("\n".join(_stack(rank)))
-    for line in found.missing:
+    for line in shown.missing:
         print(f"not seen: {line}")
     return 0
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import whole
+from gpuboard.cli.run_access import add_node, opened_run
+from gpuboard.cli.stderr import report
 from gpuboard.errors import UsageError
 from gpuboard.launch.output import LineSplitter
-from gpuboard.launch.runs.folder import FINAL, RunView, find_run
+from gpuboard.launch.runs.access import RunAccess, persistently
+from gpuboard.launch.runs.folder import FINAL, RunView
 
 NAME = "logs"
 HELP = "print the output of a run's ranks"
-
-_POLL_S = 0.2
-_CHUNK = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,30 +28,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rank", type=whole(0, 10**6), metavar="R", help="print only the output of rank R, without line prefixes"
     )
     parser.add_argument("-f", "--follow", action="store_true", help="print new output until the run ends")
-    parser.epilog = "examples:\n  gpuboard logs last\n  gpuboard logs r7kq --rank 3 -f"
+    add_node(parser)
+    parser.epilog = (
+        "examples:\n  gpuboard logs last\n  gpuboard logs r7kq --rank 3 -f\n  gpuboard logs last --node gpu01 -f"
+    )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Print the logs: stdout of the ranks on stdout, stderr on stderr."""
-    view = find_run(context.env, args.run)
-    ranks = [rank.rank for rank in view.ranks]
-    if args.rank is not None and args.rank not in ranks:
-        raise UsageError(f"run {view.id} has no rank {args.rank}; it has {len(ranks)}, numbered from 0")
-    tails = [
-        _Tail(Path(view.folder), rank, stream, raw=args.rank is not None, label=_label(view, rank))
-        for rank in (ranks if args.rank is None else [args.rank])
-        for stream in ("out", "err")
-    ]
-    while True:
-        final = find_run(context.env, view.id).state in FINAL  # before reading, so that no output is missed
-        moved = [tail.print_new() for tail in tails]
-        if not args.follow or final:
-            break
-        if not any(moved):
-            time.sleep(_POLL_S)
+    with opened_run(context, args.run, args.node, stored=not args.follow) as found:
+        view = found.view()
+        ranks = [rank.rank for rank in view.ranks]
+        if args.rank is not None and args.rank not in ranks:
+            raise UsageError(f"run {view.id} has no rank {args.rank}; it has {len(ranks)}, numbered from 0")
+        tails = [
+            _Tail(rank, stream, raw=args.rank is not None, label=_label(view, rank))
+            for rank in (ranks if args.rank is None else [args.rank])
+            for stream in ("out", "err")
+        ]
+        for tail in tails:  # one after the other, as far as they go now
+            _print_new(found, [tail], follow=args.follow)
+        while args.follow:
+            final = persistently(found.view, report).state in FINAL  # before reading, so that no output is missed
+            moved = _print_new(found, tails, follow=True)
+            if final:
+                break
+            if not moved:
+                time.sleep(found.poll_s)
     for tail in tails:
         tail.close()
     return 0
+
+
+def _print_new(run: RunAccess, tails: Sequence[_Tail], *, follow: bool) -> bool:
+    """Print all new output, and return whether there was any. ``follow``: open a lost connection again."""
+    moved = False
+
+    def read() -> dict[str, bytes]:
+        return run.read({tail.name: tail.offset for tail in tails})
+
+    while pieces := persistently(read, report) if follow else read():
+        moved = True
+        for tail in tails:
+            if tail.name in pieces:
+                tail.print(pieces[tail.name])
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    return moved
 
 
 def _label(view: RunView, number: int) -> str:
@@ -59,41 +83,30 @@ def _label(view: RunView, number: int) -> str:
 
 
 class _Tail:
-    """Prints one log file as it grows."""
+    """Prints one log file as it grows. ``offset``: the bytes that are printed."""
 
-    def __init__(self, folder: Path, rank: int, stream: str, *, raw: bool, label: str) -> None:
-        self._path = folder / f"rank-{rank}.{stream}"
-        self._offset = 0
+    def __init__(self, rank: int, stream: str, *, raw: bool, label: str) -> None:
+        self.name = f"rank-{rank}.{stream}"
+        self.offset = 0
         self._raw = raw
         self._label = label
         self._lines = LineSplitter()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a piece may end within a character
         self._target = sys.stdout if stream == "out" else sys.stderr
 
-    def print_new(self) -> bool:
-        """Print all new output; return whether there was any."""
-        moved = False
-        while data := self._read():
-            moved = True
-            self._offset += len(data)
-            if self._raw:
-                self._target.buffer.write(data)
-            else:
-                self._print(self._lines.feed(data.decode("utf-8", "replace")))
-        self._target.flush()
-        return moved
+    def print(self, data: bytes) -> None:
+        """Print the next bytes of the file."""
+        self.offset += len(data)
+        if self._raw:
+            self._target.buffer.write(data)
+        else:
+            self._print(self._lines.feed(self._decoder.decode(data)))
 
     def close(self) -> None:
         """Print an unfinished last line."""
+        self._print(self._lines.feed(self._decoder.decode(b"", final=True)))
         self._print(self._lines.close())
         self._target.flush()
-
-    def _read(self) -> bytes:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                return file.read(_CHUNK)
-        except FileNotFoundError:
-            return b""  # the file is created at the first output
 
     def _print(self, lines: list[str]) -> None:
         for line in lines:

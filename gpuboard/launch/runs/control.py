@@ -9,13 +9,12 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from gpuboard.errors import GpuboardError
-from gpuboard.launch.runs import folder as run_folder
 
 _NAME = "control.sock"
 
@@ -78,28 +77,6 @@ def ask(folder: Path, request: ControlRequest, timeout_s: float = 5.0) -> object
         raise GpuboardError(
             f"{folder / _NAME}: `gpuboard launch` did not respond: {error}; `gpuboard runs` shows its state"
         ) from error
-
-
-def ask_to_stop(
-    env: Mapping[str, str], view: run_folder.RunView, grace_s: float | None, reason: str = ""
-) -> run_folder.RunView:
-    """Ask the head of a run to stop it. Return ``view``, or the final state of a run that has ended meanwhile.
-
-    ``grace_s`` None: the time from SIGTERM to SIGKILL that launch was given. Raises GpuboardError when the head is on
-    another host or does not answer.
-    """
-    if view.state in run_folder.FINAL:
-        return view
-    if run_folder.alive(view.head) is None:
-        raise GpuboardError(f"run {view.id} was launched on {view.head.host}; use `gpuboard stop {view.id}` there")
-    try:
-        ask(Path(view.folder), ControlRequest("stop", grace_s, reason))
-    except GpuboardError:
-        now = run_folder.find_run(env, view.id)
-        if now.state not in run_folder.FINAL:
-            raise
-        return now
-    return view
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -85,13 +85,15 @@ class RunView(msgspec.Struct, frozen=True):
     verdicts: list[VerdictView]
     head: HeadProcess
     folder: str = ""
+    node: str | None = None  # the node on which it was read; None: this host
 
 
 class RunList(msgspec.Struct, frozen=True):
-    """The output of ``runs --json``."""
+    """The output of ``runs --json``. ``failed``: why nodes that were asked gave no answer, by name."""
 
     schema: int
     runs: list[RunView]
+    failed: dict[str, str] = {}
 
 
 def new_run_id() -> str:
@@ -112,8 +114,9 @@ def this_head() -> HeadProcess:
 
 
 def alive(head: HeadProcess) -> bool | None:
-    """Return whether the head runs; None if it is on another host."""
-    return holder.alive(holder.Holder(head.host, head.boot_id, head.pid, head.start))
+    """Return whether the head runs; None if it is on another host, also one that is a container of this machine."""
+    found = holder.alive(holder.Holder(head.host, head.boot_id, head.pid, head.start))
+    return None if found is False and head.host != os.uname().nodename else found
 
 
 class RunFolder:
@@ -216,11 +219,15 @@ def read_state(folder: Path) -> RunView | None:
     except FileNotFoundError:
         return None  # the folder is new
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        text = f"cannot read {folder / 'state.json'}: {error}"
-        verdicts = [VerdictView("", "unreadable", None, None, text)]
-        unknown = HeadProcess("", "", 0, 0)
-        return RunView(folder.name, None, "?", "", "failed", None, [], verdicts, head=unknown, folder=str(folder))
+        return unreadable(folder, f"cannot read {folder / 'state.json'}: {error}")
     return msgspec.structs.replace(view, folder=str(folder))
+
+
+def unreadable(folder: Path, text: str) -> RunView:
+    """Return the run of ``folder``, whose state cannot be read, as ``failed``; ``text``: why."""
+    verdicts = [VerdictView("", "unreadable", None, None, text)]
+    unknown = HeadProcess("", "", 0, 0)
+    return RunView(folder.name, None, "?", "", "failed", None, [], verdicts, head=unknown, folder=str(folder))
 
 
 def judged(view: RunView) -> RunView:
@@ -228,8 +235,11 @@ def judged(view: RunView) -> RunView:
     if view.state in FINAL or alive(view.head) is not False:
         return view
     last = read_state(Path(view.folder))  # the run may have ended since it was read
-    if last is not None and last.state in FINAL:
-        return last
+    return last if last is not None and last.state in FINAL else without_head(view)
+
+
+def without_head(view: RunView) -> RunView:
+    """Return a run whose head died before the run ended: ``failed``, with a verdict."""
     where = f"pid {view.head.pid} on {view.head.host}"
     text = f"`gpuboard launch` ({where}) died before the run ended; its ranks ended with it"
     died = VerdictView("", "head-died", None, view.head.host, text)
@@ -238,9 +248,13 @@ def judged(view: RunView) -> RunView:
 
 def find_run(env: Mapping[str, str], name: str) -> RunView:
     """Return the run of ``name``: an id, the start of one, or ``last``. Raises UsageError unless one run matches."""
-    views = read_runs(env)
+    return matching_run(read_runs(env), name, str(runs_dir(env)))
+
+
+def matching_run(views: Sequence[RunView], name: str, where: str) -> RunView:
+    """Return the run of ``name`` among ``views``, the oldest first, which were read in ``where``. Raises UsageError."""
     if not views:
-        raise UsageError(f"no run {name!r}: there are no runs in {runs_dir(env)}")
+        raise UsageError(f"no run {name!r}: there are no runs in {where}; `gpuboard runs --all-nodes` asks all nodes")
     if name == "last":
         return views[-1]
     if not re.fullmatch(r"[a-z0-9]+", name):

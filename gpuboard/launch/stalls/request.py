@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from gpuboard.errors import GpuboardError
-from gpuboard.launch.runs.control import ControlRequest, ask
-from gpuboard.launch.runs.folder import FINAL, RunView, alive
+from gpuboard.launch.runs.access import RunAccess
+from gpuboard.launch.runs.control import ControlRequest
+from gpuboard.launch.runs.folder import FINAL
 from gpuboard.launch.stalls.verdict import Explanation
 from gpuboard.model.text import clean
 
 _WAIT_S = 15.0  # for the head, which asks all nodes
 
 
-def explain_run(view: RunView) -> Explanation:
+def explain_run(run: RunAccess) -> Explanation:
     """Return what a run's head finds when it inspects all ranks; the verdicts of a run that has ended.
 
-    Takes seconds. Raises GpuboardError if the head is on another host or does not answer.
+    Takes seconds. Raises GpuboardError if the head cannot be reached or does not answer.
     """
+    view = run.view()
     if view.state in FINAL:
         lines = [line for verdict in view.verdicts for line in [verdict.text, *verdict.evidence.splitlines()]]
         return Explanation([clean(line, 600) for line in lines], None, "", [])
-    if alive(view.head) is None:
-        raise GpuboardError(f"run {view.id} was launched on {view.head.host}; use `gpuboard explain {view.id}` there")
-    answer = ask(Path(view.folder), ControlRequest("explain"), _WAIT_S)
+    answer = run.ask(ControlRequest("explain"), _WAIT_S)
     try:
         return msgspec.convert(answer, Explanation)
     except msgspec.ValidationError as error:

@@ -1,0 +1,148 @@
+"""The folders of this user's runs on this node: states, pieces of files, whether a run's head lives."""
+
+import base64
+import errno
+import json
+import os
+import re
+import stat
+import zlib
+
+from gpuboard.agent import proc
+from gpuboard.agent.launch import CallRefused
+
+MYPY = False
+if MYPY:
+    from typing import Any, Dict, List, Optional
+
+PAGE = 1024 * 1024  # bytes of one answer, compressed or not: a protocol line may have 4 MiB
+_STATE_LIMIT = 16 * 1024 * 1024  # bytes of one state.json; a run of 4,096 ranks has 1 MiB
+_LEAST = 4096  # bytes that each file of a `read` may give, however many there are
+_FILES = 8192  # of one `read`: two per rank
+_RUN = re.compile(r"[a-z0-9]+")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def base() -> str:
+    """Return the folder of all runs, by the rules of gpuboard.paths."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if not state.startswith("/"):
+        home = os.environ.get("HOME")
+        if not home:
+            import pwd  # late: HOME is set as a rule
+
+            home = pwd.getpwuid(os.geteuid()).pw_dir
+        state = home + "/.local/state"
+    return state + "/gpuboard/runs"
+
+
+def folder(run: "Any") -> str:
+    """Return the folder of one run. Raises CallRefused."""
+    if not isinstance(run, str) or not _RUN.fullmatch(run):
+        raise CallRefused("invalid", "%r is not a run id" % (run,))
+    path = "%s/%s" % (base(), run)
+    if not os.path.isdir(path):
+        raise CallRefused("no-run", "no run %s in %s" % (run, base()))
+    return path
+
+
+def pack(data: bytes) -> str:
+    """Return bytes for an answer."""
+    return base64.b64encode(zlib.compress(data, 1)).decode("ascii")
+
+
+def listed(after: "Optional[str]") -> "Dict[str, Any]":
+    """Return the runs whose id is greater than ``after``, as many as one answer takes, in order of their ids."""
+    try:
+        names = sorted(name for name in os.listdir(base()) if _RUN.fullmatch(name) and name > (after or ""))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        names = []
+    found: "List[Dict[str, Any]]" = []
+    size = 0
+    for name in names:
+        entry = state(name)
+        if entry is not None:
+            size += len(entry["state"] or "")
+            if found and size > PAGE:
+                return {"folder": base(), "runs": found, "more": True}
+            found.append(entry)
+    return {"folder": base(), "runs": found, "more": False}
+
+
+def state(run: str) -> "Optional[Dict[str, Any]]":
+    """Return the state of a run as its head wrote it, and whether the head lives; None before the first time."""
+    path = "%s/%s/state.json" % (base(), run)
+    try:
+        data = _whole(path)
+        alive = head_alive(data)
+        if alive is False:
+            data = _whole(path)  # what the head wrote before its end
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        return {"run": run, "state": None, "error": "cannot read %s: %s" % (path, error.strerror), "alive": None}
+    return {"run": run, "state": pack(data), "error": None, "alive": alive}
+
+
+def head_alive(data: bytes) -> "Optional[bool]":
+    """Return whether the head that wrote ``data`` runs on this node; None if it is on another one, or not known."""
+    try:
+        head = json.loads(data.decode("utf-8"))["head"]
+        host, boot, pid, start = head["host"], head["boot_id"], int(head["pid"]), int(head["start"])
+        here = host == os.uname().nodename
+        if boot != proc.boot_id():
+            return False if here else None
+    except (ValueError, KeyError, TypeError, OSError):
+        return None
+    process = proc.read_process(pid)
+    if process is not None and process.state not in "ZX" and process.start == start:
+        return True
+    return False if here else None  # with the boot id of this machine it may be in another container
+
+
+def pieces(run: "Any", offsets: "Any") -> "Dict[str, str]":
+    """Return what files of a run contain from the given offsets on, ``PAGE`` bytes in all; files without are left out.
+
+    Raises CallRefused.
+    """
+    path = folder(run)
+    if not isinstance(offsets, dict) or len(offsets) > _FILES:
+        raise CallRefused("invalid", "at most %d files can be read at once" % _FILES)
+    found: "Dict[str, str]" = {}
+    size = 0
+    most = max(_LEAST, PAGE // max(1, len(offsets)))
+    for name, offset in offsets.items():
+        if not _FILE.fullmatch(name) or not isinstance(offset, int) or offset < 0:
+            raise CallRefused("invalid", "%r at offset %r is not a file of a run" % (name, offset))
+        data = _piece("%s/%s" % (path, name), offset, most)
+        if data:
+            found[name] = pack(data)
+            size += len(found[name])
+        if size > PAGE:
+            break  # the rest follows with the next call
+    return found
+
+
+def _whole(path: str) -> bytes:
+    data = _piece(path, 0, _STATE_LIMIT + 1, missing=None)
+    if len(data) > _STATE_LIMIT:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+    return data
+
+
+def _piece(path: str, offset: int, most: int, missing: "Optional[bytes]" = b"") -> bytes:
+    """Return at most ``most`` bytes; ``missing`` where there is no file, None: raise. Raises OSError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        if missing is None:
+            raise
+        return missing  # it is created at the first output
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return os.pread(fd, most, offset)
+    finally:
+        os.close(fd)

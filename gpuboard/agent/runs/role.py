@@ -1,0 +1,103 @@
+"""Role ``runs``: serves a client that looks at the runs of this user on this node (docs/launch-protocol.md)."""
+
+import errno
+import json
+import os
+import time
+
+from gpuboard.agent import proc
+from gpuboard.agent.event_loop import IN, OUT, Loop
+from gpuboard.agent.launch import CallRefused
+from gpuboard.agent.runs import control, files
+
+MYPY = False
+if MYPY:
+    from typing import Any, Callable, Dict, Optional
+
+    from gpuboard.agent.protocol import AgentChannel
+
+_LATER = object()  # value of a call whose reply follows
+_CONTROL_S = 5.0  # for a head to reply, where the client gives no other time
+
+
+def run(channel: "AgentChannel", config: "Dict[str, Any]") -> None:
+    """Serve until the connection ends. ``config``: ``silence_s`` as for role ``node``."""
+    _Server(channel, config).serve()
+
+
+class _Server:
+    def __init__(self, channel: "AgentChannel", config: "Dict[str, Any]") -> None:
+        self._channel = channel
+        self._loop = Loop()
+        self._silence_s: "Optional[float]" = config.get("silence_s")
+        self._received_at = time.monotonic()
+        self._calls: "Dict[str, Callable[[int, Dict[str, Any]], Any]]" = {
+            "list": lambda _id, args: files.listed(args.get("after")),
+            "state": self._state,
+            "read": lambda _id, args: {"pieces": files.pieces(args.get("run"), args.get("offsets"))},
+            "control": self._control,
+        }
+
+    def serve(self) -> None:
+        from gpuboard.agent.node import hello  # late, as in that module
+
+        channel = self._channel
+        self._loop.watch(channel.fd_in, IN, self._read_calls)
+        self._loop.watch(channel.fd_noise, IN, channel.pass_noise)
+        if self._silence_s:
+            self._loop.after(self._silence_s, self._check_client)
+        channel.send(hello(proc.user_name(os.getuid())))
+        self._read_calls()  # calls may have arrived in the same read as the start line
+        while not channel.closed:
+            if channel.pending:
+                self._loop.watch(channel.fd_out, OUT, channel.flush)
+            else:
+                self._loop.unwatch(channel.fd_out)
+            self._loop.turn()
+
+    def _check_client(self) -> None:
+        assert self._silence_s is not None
+        left_s = self._received_at + self._silence_s - time.monotonic()
+        if left_s <= 0:
+            self._channel.closed = True
+        else:
+            self._loop.after(left_s, self._check_client)
+
+    def _read_calls(self) -> None:
+        for message in self._channel.read_available():
+            self._received_at = time.monotonic()
+            if message.get("t") == "call":
+                self._answer(int(message["id"]), str(message.get("op")), message.get("args") or {})
+
+    def _answer(self, call: int, op: str, args: "Dict[str, Any]") -> None:
+        handler = self._calls.get(op)
+        try:
+            if handler is None:
+                raise CallRefused("unknown-op", "this agent has no call %r" % op)
+            value = handler(call, args)
+        except CallRefused as error:
+            self._channel.refuse(call, error.kind, str(error), error.detail)
+        except OSError as error:
+            words = "%s: %s" % (error.filename, error.strerror) if error.filename else str(error)
+            kind = "no-run" if error.errno == errno.ENOENT else "system"
+            self._channel.refuse(call, kind, words)
+        else:
+            if value is not _LATER:
+                self._channel.reply(call, value)
+
+    def _state(self, _call: int, args: "Dict[str, Any]") -> "Any":
+        files.folder(args.get("run"))
+        return {"folder": files.base(), "run": files.state(str(args["run"]))}
+
+    def _control(self, call: int, args: "Dict[str, Any]") -> "Any":
+        folder = files.folder(args.get("run"))
+        line = json.dumps(args.get("request")).encode("ascii")
+
+        def done(reply: "Optional[bytes]", why: str) -> None:
+            if reply is None:
+                self._channel.refuse(call, "no-head", why)
+            else:
+                self._channel.reply(call, {"reply": files.pack(reply)})
+
+        control.ask(self._loop, folder, line, float(args.get("timeout_s") or _CONTROL_S), done)
+        return _LATER

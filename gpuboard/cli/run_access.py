@@ -1,0 +1,64 @@
+"""The option --node of commands on runs, and how such a command reaches its run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gpuboard.cli.context import Context
+from gpuboard.errors import UsageError
+from gpuboard.launch.runs.access import LocalRun, RunAccess
+from gpuboard.launch.runs.folder import FINAL, alive, find_run
+
+if TYPE_CHECKING:
+    from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.launch.runs.remote import NodeRuns
+
+
+def add_node(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the node of a run's head."""
+    parser.add_argument(
+        "--node", metavar="NAME", help="a run that was started on this node; default: on this host, or on the node "
+        "that a shared home names"
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def opened_run(context: Context, name: str, node: str | None, *, stored: bool = False) -> Iterator[RunAccess]:
+    """Yield the run of ``name``: on ``node``, else of this host's folder, through its head's node if that is another.
+
+    ``stored``: the files in this host's folder suffice. Raises UsageError, NodeLost.
+    """
+    if node is not None:
+        nodes = context.scope([node]).nodes
+        if len(nodes) != 1:
+            raise UsageError(f"--node takes one node here, and {node} are {len(nodes)}")
+        with _connected(nodes[0], context) as place:
+            yield place.find(name)
+        return
+    view = find_run(context.env, name)
+    if not stored and view.state not in FINAL and alive(view.head) is None:
+        from gpuboard.launch.runs.remote import RemoteRun, node_of
+
+        there = node_of(context.scope().nodes, view.head.host)
+        if there is not None:
+            with _connected(there, context) as place:
+                yield RemoteRun(place, view.id)
+            return
+    yield LocalRun(context.env, view)
+
+
+@contextlib.contextmanager
+def _connected(node: Node, context: Context) -> Iterator[NodeRuns]:
+    from gpuboard.launch.runs.remote import NodeRuns  # late: most runs are this host's
+    from gpuboard.transport.connector import Connector
+
+    connector = Connector(context.settings)
+    place = NodeRuns(node, connector, context.settings)
+    try:
+        yield place
+    finally:
+        place.close()
+        connector.close()

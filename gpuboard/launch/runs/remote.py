@@ -1,0 +1,243 @@
+"""Runs whose heads are on nodes: read and controlled through an agent of role ``runs`` (docs/launch-protocol.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.config import Settings
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.launch.runs import folder as run_folder
+from gpuboard.launch.runs.access import NodeLost
+from gpuboard.launch.runs.control import ControlRequest
+from gpuboard.launch.runs.folder import FINAL, RunView
+from gpuboard.model import replies
+from gpuboard.model.text import lines
+from gpuboard.model.units import parse_duration
+from gpuboard.transport.base import CallFailed, LinkLost
+from gpuboard.transport.connector import Connector
+from gpuboard.transport.link import AgentLink, Pending
+
+_CALL_S = 10.0  # without any message from a connected node: it hangs
+_CHECK_S = 0.25  # between two checks of that
+_STATE_LIMIT = 16 * 2**20  # bytes of one state.json (agent/runs/files.py)
+_PIECE_LIMIT = 2**20  # bytes of one piece of a file
+_REPLY_LIMIT = 64 * 2**20  # bytes of a head's reply: stacks of all ranks
+
+T = TypeVar("T")
+
+
+class NodeRuns:
+    """This user's runs on one node, over one connection: opened by the first call, and by the next one after a loss.
+
+    Its calls block for the connect timeout and 10 s at most. They may be made from several threads.
+    """
+
+    def __init__(self, node: Node, connector: Connector, settings: Settings) -> None:
+        self.node = node
+        self._connector = connector
+        self._first_s = max(_CALL_S, parse_duration(settings.connect_timeout))
+        self._lock = threading.Lock()
+        self._link: AgentLink | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """End the connection; calls in progress fail at once."""
+        with self._lock:
+            self._closed = True
+            if self._link is not None:
+                self._link.close()
+
+    def runs(self) -> list[RunView]:
+        """Return all runs, the oldest first. Raises NodeLost and GpuboardError."""
+        found: list[RunView] = []
+        after = None
+        while True:
+            page = self.call("list", {"after": after}, replies.RunStates)
+            found += [self._view(page.folder, entry) for entry in page.runs]
+            if not (page.more and page.runs):
+                return sorted(found, key=lambda view: (view.started, view.id))
+            after = page.runs[-1].run
+
+    def find(self, name: str) -> RemoteRun:
+        """Return the run of ``name``: an id, the start of one, or ``last``. Raises UsageError and as :meth:`runs`."""
+        view = run_folder.matching_run(self.runs(), name, f"the state folder on {self.node.name}")
+        return RemoteRun(self, view.id)
+
+    def one(self, run: str) -> RunView:
+        """Return the run with this id. Raises UsageError where there is none, and as :meth:`runs`."""
+        answer = self.call("state", {"run": run}, replies.OneRun)
+        if answer.run is None:
+            raise UsageError(f"no run {run!r} on {self.node.name}")
+        return self._view(answer.folder, answer.run)
+
+    def call(self, op: str, args: Mapping[str, Any], kind: type[T], reply_s: float = _CALL_S) -> T:
+        """Call the node's agent; return its answer. ``reply_s``: the longest time without any message from the node.
+
+        Raises NodeLost, UsageError for an unknown run, GpuboardError where the node refuses the call.
+        """
+        link = self._open()
+        pending = link.submit(op, dict(args))
+        try:
+            self._wait(link, pending, reply_s)
+            return pending.result(0.0, kind)
+        except CallFailed as error:
+            failure = UsageError if error.kind == "no-run" else GpuboardError
+            raise failure(f"{self.node.name}: {error.message}") from error
+        except LinkLost as error:
+            over = link.over
+            link.close()  # a late answer is for nobody
+            raise NodeLost(f"{self.node.name}: {over if over is not None else error.words}") from error
+
+    def _open(self) -> AgentLink:
+        with self._lock:
+            if self._closed:
+                raise NodeLost(f"{self.node.name}: closed")
+            if self._link is None or self._link.over is not None:
+                self._link = self._connector.open(
+                    self.node.name,
+                    self.node.host,
+                    role="runs",
+                    config={},
+                    listener=_ignore,
+                    ended=_ignore,
+                    job=self.node.job,
+                )
+            return self._link
+
+    def _wait(self, link: AgentLink, pending: Pending, reply_s: float) -> None:
+        """Wait for a reply. Connecting has a timeout of its own, which ends the link."""
+        while not pending.wait(_CHECK_S):
+            now = time.monotonic()
+            if link.hello is not None and now - max(pending.sent, link.last_line) > reply_s:
+                raise LinkLost(self.node.name, pending.no_answer(now - pending.sent))
+            if link.hello is None and link.connected_at is not None and now - link.connected_at > self._first_s:
+                raise LinkLost(self.node.name, str(link.late(self._first_s)))
+
+    def _view(self, folder: str, entry: replies.RunState) -> RunView:
+        path = Path(folder) / entry.run
+        try:
+            if entry.state is None:
+                raise replies.Malformed(entry.error)
+            view = replies.decode(_unpacked(entry.state, _STATE_LIMIT), RunView, lines)
+        except replies.Malformed as error:
+            view = run_folder.unreadable(path, f"cannot read its state on {self.node.name}: {error}")
+        if view.state not in FINAL and entry.alive is False:
+            view = run_folder.without_head(view)
+        return msgspec.structs.replace(view, id=entry.run, folder=str(path), node=self.node.name)
+
+
+class RemoteRun:
+    """A run on a node; see :class:`gpuboard.launch.runs.access.RunAccess`. ``id``: its whole id."""
+
+    poll_s = 0.5
+
+    def __init__(self, node: NodeRuns, run: str) -> None:
+        self.node = node
+        self.id = run
+
+    def view(self) -> RunView:
+        """Return its current state."""
+        return self.node.one(self.id)
+
+    def read(self, offsets: Mapping[str, int]) -> dict[str, bytes]:
+        """See :meth:`RunAccess.read`."""
+        found = self.node.call("read", {"run": self.id, "offsets": dict(offsets)}, replies.FilePieces)
+        return {name: self._unpacked(data, _PIECE_LIMIT) for name, data in found.pieces.items() if name in offsets}
+
+    def ask(self, request: ControlRequest, timeout_s: float = 5.0) -> object:
+        """See :meth:`RunAccess.ask`. A NodeLost leaves open whether the head got the request."""
+        args = {"run": self.id, "request": msgspec.to_builtins(request), "timeout_s": timeout_s}
+        try:
+            found = self.node.call("control", args, replies.ControlReply, timeout_s + _CALL_S)
+        except (NodeLost, UsageError):
+            raise
+        except GpuboardError as error:
+            words = f"run {self.id}: `gpuboard launch` did not respond: {error}; `gpuboard runs` shows its state"
+            raise GpuboardError(words) from error
+        return replies.decode(self._unpacked(found.reply, _REPLY_LIMIT), Any, lines)
+
+    def _unpacked(self, data: bytes, limit: int) -> bytes:
+        try:
+            return _unpacked(data, limit)
+        except replies.Malformed as error:
+            raise GpuboardError(f"{self.node.node.name}: malformed answer: {error}") from error
+
+
+def runs_on(nodes: Sequence[Node], settings: Settings) -> tuple[list[RunView], dict[str, str]]:
+    """Return this user's runs on ``nodes``, the oldest first, and by node why it gave no answer.
+
+    A run that several nodes list (a shared home) appears once. All nodes are asked at once: one that hangs delays the
+    result by its own timeouts.
+    """
+    inbox: queue.SimpleQueue[tuple[str, list[RunView] | GpuboardError]] = queue.SimpleQueue()
+    connector = Connector(settings)
+    places = [NodeRuns(node, connector, settings) for node in nodes]
+
+    def look(place: NodeRuns) -> None:
+        try:
+            inbox.put((place.node.name, place.runs()))
+        except GpuboardError as error:
+            inbox.put((place.node.name, error))
+
+    try:
+        for place in places:
+            threading.Thread(target=look, args=(place,), name=f"runs-{place.node.name}", daemon=True).start()
+        answers = dict(inbox.get() for _ in places)
+    finally:
+        for place in places:
+            place.close()
+        connector.close()
+    failed = {
+        name: str(answer).removeprefix(f"{name}: ")
+        for name, answer in sorted(answers.items())
+        if isinstance(answer, GpuboardError)
+    }
+    return once([view for answer in answers.values() if isinstance(answer, list) for view in answer]), failed
+
+
+def once(views: Sequence[RunView]) -> list[RunView]:
+    """Return ``views``, the oldest first, with one for each run: one that has ended, else that of its head's node."""
+
+    def certainty(view: RunView) -> tuple[bool, bool]:
+        return view.state in FINAL, same_host(view.node or os.uname().nodename, view.head.host)
+
+    found: dict[str, RunView] = {}
+    for view in views:
+        if view.id not in found or certainty(view) > certainty(found[view.id]):
+            found[view.id] = view
+    return sorted(found.values(), key=lambda view: (view.started, view.id))
+
+
+def same_host(name: str, host: str) -> bool:
+    """Return whether a node's name is that of a host: equal, or equal up to the domain that one of them lacks."""
+    return name == host or (("." in name) != ("." in host) and name.partition(".")[0] == host.partition(".")[0])
+
+
+def node_of(nodes: Iterable[Node], host: str) -> Node | None:
+    """Return the node that is the host of this name; None if there is none."""
+    return next((node for node in nodes if same_host(node.name, host) or same_host(node.address, host)), None)
+
+
+def _unpacked(data: bytes, limit: int) -> bytes:
+    """Return the bytes of an answer. Raises Malformed, also for more than ``limit`` bytes."""
+    unpacker = zlib.decompressobj()
+    with contextlib.suppress(zlib.error):
+        found = unpacker.decompress(data, limit + 1)
+        if unpacker.eof and len(found) <= limit:
+            return found
+    raise replies.Malformed("invalid compressed data")
+
+
+def _ignore(_: object) -> None:
+    """Ignore events, and the end of a link, which the next call detects."""
