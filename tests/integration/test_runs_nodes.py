@@ -18,7 +18,7 @@ from tests.waiting import read_line, until
 pytestmark = pytest.mark.nodes
 
 STATE = "/tmp/state"  # of each node's own, unlike the homes
-COUNT = "#!/bin/sh\ni=0\nwhile :; do echo \"line $i\"; i=$((i+1)); sleep 0.02; done\n"
+COUNT = '#!/bin/sh\ni=0\nwhile :; do echo "line $i"; i=$((i+1)); sleep 0.02; done\n'
 
 
 @pytest.fixture
