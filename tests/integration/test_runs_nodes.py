@@ -6,12 +6,15 @@ import contextlib
 import json
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.hosts import Host, Running
+from tests.integration.launch_lab import write_torch
 from tests.nodes import Cluster
 from tests.waiting import read_line, until
 
@@ -107,3 +110,51 @@ def test_a_head_on_another_host_of_a_shared_home_is_found_by_its_name(lab: Clust
         verdict = runs(login, "--node", "gpu02")[1][0]["verdicts"][0]
         assert (verdict["kind"], verdict["node"]) == ("head-died", "gpu02")
         assert "has ended already: failed" in login.run(["gpuboard", "stop", "last"], check=True).stdout
+
+
+RANK = """\
+import os, sys
+from torch.distributed import barrier
+def load():
+    sys.stdin.read()
+if os.environ["RANK"] == "1":
+    load()
+barrier()
+"""
+
+
+def test_a_job_started_by_hand_on_two_nodes_is_one_picture(lab: Cluster) -> None:
+    """One rank runs below a shell, with a pipe. The nodes have no py-spy."""
+    login = lab["login1"]
+    write_torch(login.path("/srv/home/alice/fake"))
+    login.run(["sh", "-c", "cat > script.py"], stdin=RANK, check=True)
+    shared = {"MASTER_ADDR": "10.88.0.11", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "PYTHONPATH": "fake"}
+    commands = {"gpu01": ["sh", "-c", f"{sys.executable} script.py | cat"], "gpu02": [sys.executable, "script.py"]}
+    with contextlib.ExitStack() as stack:
+        for rank, (name, command) in enumerate(commands.items()):
+            env = {**shared, "RANK": str(rank), "LOCAL_RANK": "0"}
+            stack.enter_context(lab[name].popen(command, env=env, stdin=subprocess.PIPE))
+
+        def explained(*words: str, user: str = "alice", code: int = 0) -> str:
+            done = login.run(["gpuboard", "explain", *words], user=user)
+            assert done.returncode == code, done
+            return done.stdout + done.stderr
+
+        until(lambda: "barrier" in explained("--node", "gpu01") and "load" in explained("--node", "gpu02"), "both wait")
+        shown = explained("--node", "gpu0[1-2]").splitlines()
+        assert shown[0] == "job at 10.88.0.11:29500: 2 of 2 ranks on gpu01, gpu02"
+        assert (
+            "why: waiting for rank 1 (gpu02:0), which is at script.py:4 in load; rank 0 (gpu01:0) waits in " in shown[3]
+        )
+        pid = next(p.inner for p in lab["gpu01"].processes(user="alice") if p.argv[1:] == ("script.py",))
+        alone = explained("--pid", str(pid), "--node", "gpu01")
+        assert "why: waiting for rank 1, which was not found\n" in alone
+        assert "not seen: rank 1 of 2: not found on gpu01;" in alone
+        both = json.loads(explained("--pid", str(pid), "--node", "gpu01,gpu02", "--json"))["explanation"]
+        assert [rank["rank"] for rank in both["ranks"]] == [0, 1]
+        assert "no distributed job of yours on gpu01" in explained("--nodes", "gpu01", "--node", "gpu01", user="bob")
+        refused = explained("--nodes", "gpu01", "--node", "gpu01", "--pid", str(pid), user="bob", code=1)
+        assert f"gpu01: cannot inspect pid {pid}: it is another user's process" in refused
+        for name in commands:
+            for process in lab[name].processes(lambda p: "script.py" in p.argv, user="alice"):
+                lab[name].run(["kill", "-9", str(process.inner)], check=True)

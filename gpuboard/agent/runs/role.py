@@ -1,4 +1,7 @@
-"""Role ``runs``: serves a client that looks at the runs of this user on this node (docs/launch-protocol.md)."""
+"""Role ``runs``: serves a client that looks at runs and other jobs of this user on this node.
+
+The calls are in docs/launch-protocol.md.
+"""
 
 import errno
 import json
@@ -8,7 +11,8 @@ import time
 from gpuboard.agent import proc
 from gpuboard.agent.event_loop import IN, OUT, Loop
 from gpuboard.agent.launch import CallRefused
-from gpuboard.agent.runs import control, files
+from gpuboard.agent.launch.watch import inspection, signs
+from gpuboard.agent.runs import control, files, jobs
 
 MYPY = False
 if MYPY:
@@ -18,6 +22,7 @@ if MYPY:
 
 _LATER = object()  # value of a call whose reply follows
 _CONTROL_S = 5.0  # for a head to reply, where the client gives no other time
+_REAP_S = 0.2  # after an inspection, until its process has ended
 
 
 def run(channel: "AgentChannel", config: "Dict[str, Any]") -> None:
@@ -36,7 +41,11 @@ class _Server:
             "state": self._state,
             "read": lambda _id, args: {"pieces": files.pieces(args.get("run"), args.get("offsets"))},
             "control": self._control,
+            "jobs": self._jobs,
+            "inspect": self._inspect,
+            "py-spy": self._take_pyspy,
         }
+        self._pyspy: "Optional[str]" = inspection.pyspy(None, None)
 
     def serve(self) -> None:
         from gpuboard.agent.node import hello  # late, as in that module
@@ -101,3 +110,41 @@ class _Server:
 
         control.ask(self._loop, folder, line, float(args.get("timeout_s") or _CONTROL_S), done)
         return _LATER
+
+    def _jobs(self, _call: int, args: "Dict[str, Any]") -> "Any":
+        found = jobs.find(args.get("pid"))
+        return {"jobs": found, "pyspy": self._pyspy is not None, "ptrace_scope": jobs.ptrace_scope()}
+
+    def _inspect(self, call: int, args: "Dict[str, Any]") -> "Any":
+        """Inspect processes given as pairs of a number, which stands for a rank, and a pid."""
+        ranks = [(int(rank), int(pid), "") for rank, pid in args.get("ranks") or []]
+        seen = signs.Signs(lambda _kind, _data: None)
+        for rank, pid, _ in ranks:
+            seen.follow(rank, pid)
+        seen.sample()
+
+        def done(result: "Dict[str, Any]") -> None:
+            for item in result["ranks"]:
+                cpu, moved_bytes = seen.recent(item["rank"])
+                item.update(cpu=round(cpu, 3), moved_bytes=moved_bytes)
+            self._channel.reply(call, result)
+            self._loop.after(_REAP_S, _reap)
+
+        def look() -> None:
+            seen.sample()
+            inspection.start(self._loop, ranks, self._pyspy, done)
+
+        self._loop.after(signs.INTERVAL_S, look)  # py-spy pauses the ranks: their use of the CPU is measured before
+        return _LATER
+
+    def _take_pyspy(self, _call: int, args: "Dict[str, Any]") -> "Any":
+        self._pyspy = inspection.pyspy(args.get("path"), args.get("data"))
+        return {}
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return

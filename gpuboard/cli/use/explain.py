@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import whole
-from gpuboard.cli.run_access import add_node, opened_run
+from gpuboard.cli.run_access import opened_run
+from gpuboard.cluster.inventory.nodes import Node, folded
 from gpuboard.errors import UsageError
 from gpuboard.launch.runs.folder import FINAL
 from gpuboard.launch.stalls.evidence import RankEvidence
-from gpuboard.launch.stalls.foreign import explain_process
+from gpuboard.launch.stalls.foreign import Placed, explain_job
 from gpuboard.launch.stalls.request import explain_run
 from gpuboard.launch.stalls.verdict import Explanation
 from gpuboard.model.text import clean
@@ -29,33 +31,83 @@ class _Report(msgspec.Struct, frozen=True):
     explanation: Explanation
 
 
+class _JobReport(msgspec.Struct, frozen=True):
+    job: dict[str, str]
+    ranks: list[Placed]
+    explanation: Explanation
+
+
+class _Jobs(msgspec.Struct, frozen=True):
+    schema: int
+    jobs: list[_JobReport]
+    unseen: list[str]
+    failed: dict[str, str]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.usage = "%(prog)s [RUN] [options]\n       %(prog)s [--pid PID] --node NODESET [options]"
     parser.add_argument("run", nargs="?", metavar="RUN", help="the run's id, its start, or `last`; default: last")
     parser.add_argument("--pid", type=whole(1, 2**22), metavar="PID",
-                        help="a rank of any other job: its ranks on this node are shown")  # fmt: skip
-    add_node(parser)
+                        help="a rank of any other job, on this node or the first of --node")  # fmt: skip
+    parser.add_argument(
+        "--node", metavar="NODESET", help="with RUN: the node on which it was started; without: every distributed job "
+        "of yours on these nodes, by RANK and WORLD_SIZE in the processes' environment"
+    )  # fmt: skip
     parser.add_argument("--stacks", action="store_true", help="print the whole stack of every rank")
     parser.add_argument("--json", action="store_true", help="print as JSON, stacks and collectives included")
-    parser.epilog = "examples:\n  gpuboard explain\n  gpuboard explain r7kq --stacks\n  gpuboard explain --pid 4242"
+    parser.epilog = (
+        "examples:\n  gpuboard explain\n  gpuboard explain r7kq --stacks\n  gpuboard explain --pid 4242\n"
+        "  gpuboard explain --node gpu01,gpu02"
+    )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Inspect the ranks and print what they are doing."""
     if args.pid is not None and args.run is not None:
         raise UsageError("RUN and --pid cannot be combined")
-    if args.pid is not None:
-        report = _Report(1, None, "running", explain_process(args.pid))
-        title = f"the job of pid {args.pid}"
-    else:
-        with opened_run(context, args.run or "last", args.node) as found:
-            view = found.view()
-            report = _Report(1, view.id, view.state, explain_run(found))
-        title = f"run {view.id}: {view.state}"
+    if args.run is None and (args.pid is not None or args.node is not None):
+        return _explain_jobs(args, context)
+    with opened_run(context, args.run or "last", args.node) as found:
+        view = found.view()
+        report = _Report(1, view.id, view.state, explain_run(found))
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
         return 0
-    shown = report.explanation
+    _show(f"run {view.id}: {view.state}", report.explanation, final=view.state in FINAL, stacks=args.stacks)
+    return 0
+
+
+def _explain_jobs(args: argparse.Namespace, context: Context) -> int:
+    """Explain the jobs on nodes that gpuboard need not have started, or that of one process."""
+    from gpuboard.launch.stalls.foreign_nodes import find_jobs  # late: most explanations are of a run
+
+    nodes = [Node(os.uname().nodename.partition(".")[0], None)]
+    if args.node is not None:
+        nodes = list(context.scope([args.node]).nodes)
+    found = find_jobs(nodes, context.settings, args.pid)
+    reports = [_JobReport(job.job, job.ranks, explain_job(job)) for job in found.jobs]
+    unseen = [*found.unseen, *(f"{name}: {why}" for name, why in found.failed.items())]
+    if args.json and args.pid is not None:
+        explained = reports[0].explanation
+        explained = msgspec.structs.replace(explained, missing=[*explained.missing, *unseen])
+        sys.stdout.buffer.write(msgspec.json.encode(_Report(1, None, "running", explained)) + b"\n")
+        return 0
+    if args.json:
+        sys.stdout.buffer.write(msgspec.json.encode(_Jobs(1, reports, found.unseen, found.failed)) + b"\n")
+        return 0
+    if not reports:
+        print(
+            f"no distributed job of yours on {folded([node.name for node in nodes if node.name not in found.failed])}"
+        )
+    for job, report in zip(found.jobs, reports, strict=True):
+        _show(job.title(), report.explanation, final=False, stacks=args.stacks)
+    for line in unseen:
+        print(f"not seen: {line}")
+    return 0
+
+
+def _show(title: str, shown: Explanation, *, final: bool, stacks: bool) -> None:
     print(title)
     for line in shown.picture:
         print(f"  {line}")
@@ -63,13 +115,12 @@ def run(args: argparse.Namespace, context: Context) -> int:
         print(f"why: {shown.verdict}")
         if shown.remedy:
             print(f"  → {shown.remedy}")
-    elif report.state not in FINAL:
+    elif not final:
         print("no rank waits for another one")
-    for rank in shown.ranks if args.stacks else []:
+    for rank in shown.ranks if stacks else []:
         print("\n".join(_stack(rank)))
     for line in shown.missing:
         print(f"not seen: {line}")
-    return 0
 
 
 def _stack(rank: RankEvidence) -> list[str]:

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -174,36 +174,54 @@ class RemoteRun:
             raise GpuboardError(f"{self.node.node.name}: malformed answer: {error}") from error
 
 
-def runs_on(nodes: Sequence[Node], settings: Settings) -> tuple[list[RunView], dict[str, str]]:
-    """Return this user's runs on ``nodes``, the oldest first, and by node why it gave no answer.
+def ask_all(
+    nodes: Sequence[Node], settings: Settings, look: Callable[[NodeRuns], T]
+) -> tuple[dict[str, T], dict[str, GpuboardError]]:
+    """Call ``look`` for every node, all at once; return the results and the errors by node, in the order of ``nodes``.
 
-    A run that several nodes list (a shared home) appears once. All nodes are asked at once: one that hangs delays the
-    result by its own timeouts.
+    A node that hangs delays the result by its own timeouts.
     """
-    inbox: queue.SimpleQueue[tuple[str, list[RunView] | GpuboardError]] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[tuple[str, T | GpuboardError]] = queue.SimpleQueue()
     connector = Connector(settings)
     places = [NodeRuns(node, connector, settings) for node in nodes]
 
-    def look(place: NodeRuns) -> None:
+    def work(place: NodeRuns) -> None:
+        answer: T | GpuboardError
         try:
-            inbox.put((place.node.name, place.runs()))
+            answer = look(place)
         except GpuboardError as error:
-            inbox.put((place.node.name, error))
+            answer = error
+        except Exception as error:  # a bug: the caller waits for an answer of every node
+            answer = GpuboardError(f"{place.node.name}: {type(error).__name__}: {error}")
+        inbox.put((place.node.name, answer))
 
     try:
         for place in places:
-            threading.Thread(target=look, args=(place,), name=f"runs-{place.node.name}", daemon=True).start()
+            threading.Thread(target=work, args=(place,), name=f"runs-{place.node.name}", daemon=True).start()
         answers = dict(inbox.get() for _ in places)
     finally:
         for place in places:
             place.close()
         connector.close()
-    failed = {
-        name: str(answer).removeprefix(f"{name}: ")
-        for name, answer in sorted(answers.items())
-        if isinstance(answer, GpuboardError)
-    }
-    return once([view for answer in answers.values() if isinstance(answer, list) for view in answer]), failed
+    done: dict[str, T] = {}
+    failed: dict[str, GpuboardError] = {}
+    for node in nodes:
+        answer = answers[node.name]
+        if isinstance(answer, GpuboardError):
+            failed[node.name] = answer
+        else:
+            done[node.name] = answer
+    return done, failed
+
+
+def runs_on(nodes: Sequence[Node], settings: Settings) -> tuple[list[RunView], dict[str, str]]:
+    """Return this user's runs on ``nodes``, the oldest first, and by node why it gave no answer.
+
+    A run that several nodes list (a shared home) appears once.
+    """
+    done, failed = ask_all(nodes, settings, NodeRuns.runs)
+    words = {name: str(error).removeprefix(f"{name}: ") for name, error in failed.items()}
+    return once([view for views in done.values() for view in views]), words
 
 
 def once(views: Sequence[RunView]) -> list[RunView]:

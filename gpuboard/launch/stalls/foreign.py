@@ -1,92 +1,155 @@
-"""Jobs that gpuboard did not start (torchrun, srun, by hand): their ranks on this node, and what they are doing."""
+"""Jobs that gpuboard need not have started (torchrun, srun, by hand): the ranks of one job over its nodes (pure)."""
 
 from __future__ import annotations
 
-import os
-import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from gpuboard.agent import proc
-from gpuboard.agent.launch.watch import inspection
-from gpuboard.errors import GpuboardError
-from gpuboard.launch.stalls.evidence import Inspection
-from gpuboard.launch.stalls.inspect import pyspy
-from gpuboard.launch.stalls.verdict import Explanation, explain
-from gpuboard.launch.stalls.waits import RankStatus
-from gpuboard.model.replies import parse
+import msgspec
 
-_SAME_JOB = (b"MASTER_ADDR", b"MASTER_PORT", b"TORCHELASTIC_RUN_ID", b"SLURM_JOB_ID")
-_RANK = (b"RANK", b"SLURM_PROCID", b"OMPI_COMM_WORLD_RANK")
-_SIZE = (b"WORLD_SIZE", b"SLURM_NTASKS", b"OMPI_COMM_WORLD_SIZE")
+from gpuboard.launch.stalls.evidence import Inspection, RankEvidence
+from gpuboard.launch.stalls.verdict import Explanation, diagnose, explain
+from gpuboard.launch.stalls.waits import RankStatus, activity
+from gpuboard.model.gpu import Count
+from gpuboard.model.text import clean
+from gpuboard.model.units import ranges
 
-
-def explain_process(pid: int) -> Explanation:
-    """Return what the job of process ``pid`` is doing, as far as its ranks are on this node and are this user's.
-
-    Raises GpuboardError if the process does not exist or its environment cannot be read.
-    """
-    import msgspec.json  # late: only here
-
-    environ = _environ(pid)
-    ranks = _ranks(pid, environ)
-    program = pyspy()
-    raw = inspection.inspect(
-        [(rank, process, "") for rank, process in sorted(ranks.items())], str(program) if program else None
-    )
-    found = parse(msgspec.json.encode(raw), Inspection)
-    host = socket.gethostname()
-    statuses = [RankStatus(rank, host, rank, joined=True, quiet_s=0.0) for rank in sorted(ranks)]
-    explained = explain(statuses, {one.rank: one for one in found.ranks})
-    size = _first(environ, _SIZE)
-    missing = list(explained.missing)
-    if size is not None and size > len(ranks):
-        missing.append(f"{size - len(ranks)} of {size} ranks are on other nodes, or are another user's: not inspected")
-    if not (program and any(one.stack for one in found.ranks)):
-        missing.append(_why_no_stacks())
-    return msgspec.structs.replace(explained, missing=missing)
+_WHERE = "name every node of the job with --node; a rank that is on none of them has ended or was not started"
+_ACTIVE = 0.05  # share of a core that counts as activity (agent/launch/watch/signs.py)
+_LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")  # a MASTER_ADDR that means another job on each node
 
 
-def _environ(pid: int) -> dict[bytes, bytes]:
-    listed = proc.read_environ(pid)
-    if listed is None:
-        gone = proc.read_process(pid) is None
-        why = "there is no such process" if gone else "it is another user's process: run this as that user or as root"
-        raise GpuboardError(f"cannot inspect pid {pid}: {why}")
-    pairs = (entry.partition(b"=") for entry in listed)
-    return {name: value for name, _, value in pairs}
+class JobProcess(msgspec.Struct, frozen=True):
+    """A rank's process. ``size``: WORLD_SIZE of its environment."""
+
+    rank: Count
+    pid: Count
+    local_rank: Count
+    size: Count | None = None
+    uid: Count | None = None
+    command: str = ""
 
 
-def _ranks(pid: int, environ: dict[bytes, bytes]) -> dict[int, int]:
-    """Return rank → pid of all ranks of the same job on this node; processes below a rank have its variables too."""
-    if _first(environ, _RANK) is None:
-        return {0: pid}
-    job = [environ.get(name) for name in _SAME_JOB]
-    found: dict[int, int] = {}
-    members: dict[int, int] = {}  # pid → rank
-    for other in sorted(proc.own_pids() if os.geteuid() else proc.pids()):
-        variables = proc.read_environ(other) or []
-        listed = {name: value for name, _, value in (entry.partition(b"=") for entry in variables)}
-        rank = _first(listed, _RANK)
-        if rank is not None and [listed.get(name) for name in _SAME_JOB] == job:
-            members[other] = rank
-    for other, rank in members.items():
-        process = proc.read_process(other)
-        if process is not None and members.get(process.parent) != rank:
-            found.setdefault(rank, other)
-    return found
+class NodeJob(msgspec.Struct, frozen=True):
+    """A job's part on one node. ``job``: the variables that its processes share, as MASTER_ADDR."""
+
+    job: dict[str, str]
+    ranks: list[JobProcess]
 
 
-def _first(environ: dict[bytes, bytes], names: tuple[bytes, ...]) -> int | None:
-    """Return the first of these variables that is a number."""
-    return next((int(environ[name]) for name in names if environ.get(name, b"").isdigit()), None)
+class NodeJobs(msgspec.Struct, frozen=True):
+    """The answer to ``jobs`` of role ``runs``. ``pyspy``: whether the node has py-spy."""
+
+    jobs: list[NodeJob]
+    pyspy: bool = False
+    ptrace_scope: int = 0
 
 
-def _why_no_stacks() -> str:
-    if pyspy() is None:
-        return "stacks: py-spy is not installed; pip install py-spy"
-    try:
-        scope = proc.read("/proc/sys/kernel/yama/ptrace_scope", 16).decode("ascii", "replace").strip()
-    except OSError:
-        scope = "0"
-    if scope != "0" and os.geteuid() != 0:
-        return f"stacks: kernel.yama.ptrace_scope is {scope}; run this as root, or start the job with gpuboard launch"
-    return "stacks: the processes are not Python, or a container hides them"
+class Placed(msgspec.Struct, frozen=True):
+    """A rank's process and what was found about it. ``evidence`` None: its node did not answer the inspection."""
+
+    node: str
+    process: JobProcess
+    evidence: RankEvidence | None
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One job on the nodes that were asked."""
+
+    job: dict[str, str]
+    ranks: list[Placed]
+
+    @property
+    def size(self) -> int | None:
+        """Its number of ranks by WORLD_SIZE, None if that is not known."""
+        sizes = Counter(one.process.size for one in self.ranks if one.process.size is not None)
+        return sizes.most_common(1)[0][0] if sizes else None
+
+    def title(self) -> str:
+        """``job at 10.0.0.1:29500: 2 of 8 ranks on gpu01``."""
+        address = ":".join(self.job[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in self.job)
+        names = {"SLURM_JOB_ID": "Slurm job", "TORCHELASTIC_RUN_ID": "torchrun id", "GPUBOARD_RUN": "gpuboard run"}
+        values = ((words, self.job.get(name, "none")) for name, words in names.items())  # torchrun's default: none
+        known = ", ".join(f"{words} {clean(value, 80)}" for words, value in values if value != "none")
+        nodes = ", ".join(dict.fromkeys(clean(one.node, 60) for one in self.ranks))
+        of = f" of {self.size}" if self.size is not None else ""
+        at = f" at {clean(address, 120)}" if address else ""
+        return f"job{at}{f' ({known})' if known else ''}: {len(self.ranks)}{of} ranks on {nodes}"
+
+
+def joined(found: Mapping[str, NodeJobs], inspections: Mapping[str, Inspection]) -> list[Job]:
+    """Return the jobs on all nodes: parts with the same variables are one job. ``inspections``: by node, of the ranks
+    of all its jobs in their order, numbered from 0."""
+    jobs: dict[object, Job] = {}
+    for node, answer in found.items():
+        evidence = {one.rank: one for one in inspections[node].ranks} if node in inspections else {}
+        number = 0
+        for part in answer.jobs:
+            placed = []
+            for process in part.ranks:
+                seen = evidence.get(number)
+                number += 1
+                own = msgspec.structs.replace(seen, rank=process.rank) if seen is not None else None
+                placed.append(Placed(node, process, own))
+            local = not part.job or part.job.get("MASTER_ADDR", "").startswith(_LOOPBACK)
+            key = (tuple(sorted(part.job.items())), node if local else None)
+            before = jobs[key].ranks if key in jobs else []
+            jobs[key] = Job(part.job, [*before, *placed])
+    return list(jobs.values())
+
+
+def explain_job(job: Job) -> Explanation:
+    """Return what the ranks of a job are doing and what blocks, as far as they were found."""
+    statuses: dict[int, RankStatus] = {}
+    evidence: dict[int, RankEvidence] = {}
+    for one in job.ranks:
+        rank = one.process.rank
+        seen = one.evidence
+        active = seen is not None and ((seen.cpu or 0.0) > _ACTIVE or seen.moved_bytes > 0)
+        status = RankStatus(rank, one.node, one.process.local_rank, joined=True, quiet_s=None if active else 1.0)
+        if rank not in statuses:
+            statuses[rank] = status
+            if seen is not None:
+                evidence[rank] = seen
+    found = explain(list(statuses.values()), evidence)
+    absent = sorted(set(range(job.size)) - statuses.keys()) if job.size is not None else []
+    wrong = _contradiction(job)
+    if wrong is not None:
+        found = msgspec.structs.replace(found, verdict=wrong[0], remedy=wrong[1])
+    elif absent:
+        activities = {rank: activity(status, evidence.get(rank)) for rank, status in statuses.items()}
+        stall = diagnose(activities)
+        if stall is not None and stall.kind == "stall-network":  # those that were found agree: the others are missing
+            words = f"waiting for {_ranks(absent)}, which {'was' if len(absent) == 1 else 'were'} not found"
+            found = msgspec.structs.replace(found, verdict=words, remedy=_WHERE)
+    missing = list(found.missing)
+    if absent:
+        missing.append(
+            f"{_ranks(absent)} of {job.size}: not found on {', '.join(dict.fromkeys(one.node for one in job.ranks))}; "
+            "they have ended, were not started, are on other nodes, or are another user's"
+        )
+    return msgspec.structs.replace(found, missing=missing)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {ranges(numbers)}"
+
+
+def _contradiction(job: Job) -> tuple[str, str] | None:
+    """Return what makes it impossible that the ranks find each other, and the remedy; None if nothing does."""
+    places: dict[int, list[Placed]] = {}
+    for one in job.ranks:
+        places.setdefault(one.process.rank, []).append(one)
+    for rank, several in sorted(places.items()):
+        if len(several) > 1:
+            where = ", ".join(f"{clean(one.node, 60)} (pid {one.process.pid})" for one in several)
+            words = f"rank {rank} runs {len(several)} times: {where}"
+            return words, "give every process its own RANK (torchrun: --node-rank)"
+    sizes = {one.process.size: one for one in job.ranks if one.process.size is not None}
+    if len(sizes) > 1:
+        each = ", ".join(f"{size} on {clean(one.node, 60)} (rank {one.process.rank})" for size, one in sizes.items())
+        return f"WORLD_SIZE differs: {each}", "start every node with the same number of nodes and processes per node"
+    beyond = [rank for rank in places if job.size is not None and rank >= job.size]
+    if beyond:
+        return f"{_ranks(sorted(beyond))}: out of range, as WORLD_SIZE is {job.size}", "ranks are numbered from 0"
+    return None

@@ -51,13 +51,19 @@ class Inspections:
         return None if self._missing else list(self._found.values())
 
     def _send_pyspy(self, node: str) -> None:
-        path = pyspy()
-        if node in self._sent or path is None:
+        args = pyspy_for(self._nodes[node])
+        if node in self._sent or args is None:
             return
         self._sent.add(node)
-        here = self._nodes[node].host is None
-        args = {"path": str(path)} if here else {"data": _packed(path)}
         self._supervisors.call(node, "py-spy", args, _REPLY_S, Done)
+
+
+def pyspy_for(node: Node) -> dict[str, str] | None:
+    """Return the arguments of the call ``py-spy`` for a node; None if there is no py-spy here."""
+    path = pyspy()
+    if path is None:
+        return None
+    return {"path": str(path)} if node.host is None else {"data": _packed(path)}
 
 
 @functools.cache
