@@ -168,6 +168,12 @@ class OneRun(msgspec.Struct, frozen=True):
     run: RunState | None
 
 
+class FileSizes(msgspec.Struct, frozen=True):
+    """The answer to ``sizes`` of role ``runs``: by file that exists its bytes."""
+
+    sizes: dict[str, Count]
+
+
 class FilePieces(msgspec.Struct, frozen=True):
     """The answer to ``read`` of role ``runs``: by file the next bytes, compressed (zlib)."""
 

@@ -102,21 +102,31 @@ def head_alive(data: bytes) -> "Optional[bool]":
     return False if here else None  # with the boot id of this machine it may be in another container
 
 
+def sizes(run: "Any", names: "Any") -> "Dict[str, int]":
+    """Return the sizes of files of a run; those that do not exist are left out. Raises CallRefused."""
+    path = folder(run)
+    found = {}
+    for name in _checked(names):
+        try:
+            found[name] = os.stat("%s/%s" % (path, name), follow_symlinks=False).st_size
+        except FileNotFoundError:
+            continue  # it is created at the first output
+    return found
+
+
 def pieces(run: "Any", offsets: "Any") -> "Dict[str, str]":
     """Return what files of a run contain from the given offsets on, ``PAGE`` bytes in all; files without are left out.
 
     Raises CallRefused.
     """
     path = folder(run)
-    if not isinstance(offsets, dict) or len(offsets) > _FILES:
-        raise CallRefused("invalid", "at most %d files can be read at once" % _FILES)
     found: "Dict[str, str]" = {}
     size = 0
-    most = max(_LEAST, PAGE // max(1, len(offsets)))
-    for name, offset in offsets.items():
-        if not _FILE.fullmatch(name) or not isinstance(offset, int) or offset < 0:
-            raise CallRefused("invalid", "%r at offset %r is not a file of a run" % (name, offset))
-        data = _piece("%s/%s" % (path, name), offset, most)
+    for name in _checked(offsets):
+        offset = offsets[name]
+        if not isinstance(offset, int) or offset < 0:
+            raise CallRefused("invalid", "%r is not an offset" % (offset,))
+        data = _piece("%s/%s" % (path, name), offset, max(_LEAST, PAGE // len(offsets)))
         if data:
             found[name] = pack(data)
             size += len(found[name])
@@ -125,21 +135,31 @@ def pieces(run: "Any", offsets: "Any") -> "Dict[str, str]":
     return found
 
 
+def _checked(names: "Any") -> "List[str]":
+    """Return file names, each directly in a run's folder. Raises CallRefused."""
+    if not isinstance(names, (dict, list)) or len(names) > _FILES:
+        raise CallRefused("invalid", "at most %d files can be read at once" % _FILES)
+    for name in names:
+        if not isinstance(name, str) or not _FILE.fullmatch(name):
+            raise CallRefused("invalid", "%r is not a file of a run" % (name,))
+    return list(names)
+
+
 def _whole(path: str) -> bytes:
-    data = _piece(path, 0, _STATE_LIMIT + 1, missing=None)
+    data = _piece(path, 0, _STATE_LIMIT + 1)
+    if data is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     if len(data) > _STATE_LIMIT:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
     return data
 
 
-def _piece(path: str, offset: int, most: int, missing: "Optional[bytes]" = b"") -> bytes:
-    """Return at most ``most`` bytes; ``missing`` where there is no file, None: raise. Raises OSError."""
+def _piece(path: str, offset: int, most: int) -> "Optional[bytes]":
+    """Return at most ``most`` bytes; None where there is no file. Raises OSError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        if missing is None:
-            raise
-        return missing  # it is created at the first output
+        return None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)

@@ -39,6 +39,7 @@ class _Server:
         self._calls: "Dict[str, Callable[[int, Dict[str, Any]], Any]]" = {
             "list": lambda _id, args: files.listed(args.get("after")),
             "state": self._state,
+            "sizes": lambda _id, args: {"sizes": files.sizes(args.get("run"), args.get("files"))},
             "read": lambda _id, args: {"pieces": files.pieces(args.get("run"), args.get("offsets"))},
             "control": self._control,
             "jobs": self._jobs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -34,6 +34,9 @@ class RunAccess(Protocol):
     def view(self) -> RunView:
         """Return its current state."""
 
+    def sizes(self, names: Collection[str]) -> dict[str, int]:
+        """Return the bytes of files in its folder; files that do not exist yet are left out."""
+
     def read(self, offsets: Mapping[str, int]) -> dict[str, bytes]:
         """Return the next bytes of files in its folder, from these offsets on (file → bytes to skip).
 
@@ -57,6 +60,10 @@ class LocalRun:
     def view(self) -> RunView:
         """Return its current state. Raises UsageError when its folder was deleted."""
         return run_folder.find_run(self._env, self._id)
+
+    def sizes(self, names: Collection[str]) -> dict[str, int]:
+        """See :meth:`RunAccess.sizes`."""
+        return {name: (self._folder / name).stat().st_size for name in names if (self._folder / name).exists()}
 
     def read(self, offsets: Mapping[str, int]) -> dict[str, bytes]:
         """See :meth:`RunAccess.read`."""

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,6 +149,10 @@ class RemoteRun:
     def view(self) -> RunView:
         """Return its current state."""
         return self.node.one(self.id)
+
+    def sizes(self, names: Collection[str]) -> dict[str, int]:
+        """See :meth:`RunAccess.sizes`."""
+        return self.node.call("sizes", {"run": self.id, "files": list(names)}, replies.FileSizes).sizes
 
     def read(self, offsets: Mapping[str, int]) -> dict[str, bytes]:
         """See :meth:`RunAccess.read`."""
