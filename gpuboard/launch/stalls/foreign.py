@@ -145,7 +145,10 @@ def _contradiction(job: Job) -> tuple[str, str] | None:
             where = ", ".join(f"{clean(one.node, 60)} (pid {one.process.pid})" for one in several)
             words = f"rank {rank} runs {len(several)} times: {where}"
             return words, "give every process its own RANK (torchrun: --node-rank)"
-    sizes = {one.process.size: one for one in job.ranks if one.process.size is not None}
+    sizes: dict[int, Placed] = {}
+    for one in job.ranks:
+        if one.process.size is not None:
+            sizes.setdefault(one.process.size, one)
     if len(sizes) > 1:
         each = ", ".join(f"{size} on {clean(one.node, 60)} (rank {one.process.rank})" for size, one in sizes.items())
         return f"WORLD_SIZE differs: {each}", "start every node with the same number of nodes and processes per node"
