@@ -40,25 +40,19 @@ def opened_run(context: Context, name: str, node: str | None, *, stored: bool = 
         return
     view = find_run(context.env, name)
     if not stored and view.state not in FINAL and alive(view.head) is None:
-        from gpuboard.launch.runs.remote import RemoteRun, node_of
+        from gpuboard.launch.runs.remote import RemoteRun, SharedRun, node_of
 
         there = node_of(context.scope().nodes, view.head.host)
         if there is not None:
             with _connected(there, context) as place:
-                yield RemoteRun(place, view.id)
+                yield SharedRun(RemoteRun(place, view.id), LocalRun(context.env, view))
             return
     yield LocalRun(context.env, view)
 
 
 @contextlib.contextmanager
 def _connected(node: Node, context: Context) -> Iterator[NodeRuns]:
-    from gpuboard.launch.runs.remote import NodeRuns  # late: most runs are this host's
-    from gpuboard.transport.connector import Connector
+    from gpuboard.launch.runs.remote import connected  # late: most runs are this host's
 
-    connector = Connector(context.settings)
-    place = NodeRuns(node, connector, context.settings)
-    try:
+    with connected([node], context.settings, context.new_scheduler()) as (place,):
         yield place
-    finally:
-        place.close()
-        connector.close()

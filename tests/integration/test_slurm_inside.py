@@ -14,7 +14,7 @@ from tests.integration.launch_lab import FAMILY, SLEEP
 from tests.integration.slurm_lab import FAKE, HOME, NODES, ON_GPUS, Lab, opened
 from tests.integration.slurm_truth import configure, states, status
 from tests.slurm import SlurmCluster
-from tests.waiting import until
+from tests.waiting import read_line, until
 
 pytestmark = pytest.mark.nodes
 
@@ -311,3 +311,19 @@ def test_nodes_outside_the_job_are_refused(lab: Lab) -> None:
     )
     assert message in job.err
     assert job.out.endswith("(exit 2)\n2\n")
+
+
+def test_a_run_in_a_job_is_reached_from_the_login_node_through_a_step(lab: Lab) -> None:
+    lab.put("count.sh", "#!/bin/sh\nwhile :; do echo up; sleep 0.1; done\n")
+    lab.put(".config/gpuboard/config.toml", 'connect_timeout = "2s"\n')
+    job = lab.submit("gpuboard launch --device cpu --n 2 --no-python ./count.sh", "--gpus=1", "--nodelist=gpu02")
+    job.wait_out("up")
+    with lab.login.popen(["gpuboard", "logs", "last", "-f", "--rank", "0"]) as logs:
+        assert read_line(logs) == "up\n"
+        elsewhere = lab.login.run(["gpuboard", "runs", "--node", "gpu01"])
+        assert elsewhere.returncode == 6
+        assert "gpu01: runs there are not listed: not permitted: you have no job running there" in elsewhere.stderr
+        assert lab.login.run(["gpuboard", "stop", "last"], check=True).stdout.endswith(" stopped\n")
+        logs.communicate(timeout=60)
+        assert logs.returncode == 0
+    until(lambda: job.state == "FAILED", "the launch has ended with 130")

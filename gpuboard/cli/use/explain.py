@@ -82,10 +82,12 @@ def _explain_jobs(args: argparse.Namespace, context: Context) -> int:
     """Explain the jobs on nodes that gpuboard need not have started, or that of one process."""
     from gpuboard.launch.stalls.foreign_nodes import find_jobs  # late: most explanations are of a run
 
-    nodes = [Node(os.uname().nodename.partition(".")[0], None)]
-    if args.node is not None:
+    if args.node is None:
+        nodes = [Node(os.uname().nodename.partition(".")[0], None)]
+        found = find_jobs(nodes, context.settings, lambda: None, args.pid)
+    else:
         nodes = list(context.scope([args.node]).nodes)
-    found = find_jobs(nodes, context.settings, args.pid)
+        found = find_jobs(nodes, context.settings, context.new_scheduler, args.pid)
     reports = [_JobReport(job.job, job.ranks, explain_job(job)) for job in found.jobs]
     unseen = [*found.unseen, *(f"{name}: {why}" for name, why in found.failed.items())]
     if args.json and args.pid is not None:

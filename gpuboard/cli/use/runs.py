@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         from gpuboard.launch.runs.remote import once, runs_on  # late: most lists are of this host
 
         nodes = context.scope([args.node] if args.node is not None else None).nodes
-        there, failed = runs_on(nodes, context.settings)
+        there, failed = runs_on(nodes, context.settings, context.new_scheduler())
         found = once([*found, *there])
         code = NoNodeReached.exit_code if len(failed) == len(nodes) else 0
         _report_failed(failed)

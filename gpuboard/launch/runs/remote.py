@@ -8,27 +8,35 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.cluster.routes import Route, Routes
+from gpuboard.cluster.snapshot.views import NodeFacts
 from gpuboard.config import Settings
-from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.errors import GpuboardError, NoNodeReached, UsageError
 from gpuboard.launch.runs import folder as run_folder
-from gpuboard.launch.runs.access import NodeLost
+from gpuboard.launch.runs.access import LocalRun, NodeLost
 from gpuboard.launch.runs.control import ControlRequest
 from gpuboard.launch.runs.folder import FINAL, RunView
 from gpuboard.model import replies
 from gpuboard.model.text import lines
 from gpuboard.model.units import parse_duration
-from gpuboard.transport.base import CallFailed, LinkLost
+from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink, Pending
 
+if TYPE_CHECKING:
+    from gpuboard.cluster.snapshot.scheduler_monitor import Permitted, RoutesOf
+    from gpuboard.scheduler.base import Scheduler
+
 _CALL_S = 10.0  # without any message from a connected node: it hangs
+_FINAL_LOSSES = frozenset({"auth", "host-key", "no-job", "no-python"})  # another attempt would not succeed
+_SCHEDULER_S = 20.0  # longer than a query of it takes until its timeout
 _CHECK_S = 0.25  # between two checks of that
 _STATE_LIMIT = 16 * 2**20  # bytes of one state.json (agent/runs/files.py)
 _PIECE_LIMIT = 2**20  # bytes of one piece of a file
@@ -40,7 +48,8 @@ T = TypeVar("T")
 class NodeRuns:
     """This user's runs on one node, over one connection: opened by the first call, and by the next one after a loss.
 
-    Its calls block for the connect timeout and 10 s at most. They may be made from several threads.
+    Where ssh is refused, it goes through a step of a job of this user there, if ``permit`` names one. Its calls block
+    for the timeouts of connecting and 10 s at most. They may be made from several threads.
     """
 
     def __init__(self, node: Node, connector: Connector, settings: Settings) -> None:
@@ -49,7 +58,17 @@ class NodeRuns:
         self._first_s = max(_CALL_S, parse_duration(settings.connect_timeout))
         self._lock = threading.Lock()
         self._link: AgentLink | None = None
+        self._routes = Routes(node.job, local=node.host is None)
+        self._route = Route()  # of the link
+        self._known_as = node.host  # for steps of jobs
         self._closed = False
+
+    def permit(self, may: Permitted) -> None:
+        """Set the permitted routes to the node."""
+        with self._lock:
+            here = self.node.host is None
+            self._routes.permit(ssh=may.ssh or here, jobs=() if here else may.jobs, visits=may.visits)
+            self._known_as = may.known_as or self.node.host
 
     def close(self) -> None:
         """End the connection; calls in progress fail at once."""
@@ -86,34 +105,41 @@ class NodeRuns:
 
         Raises NodeLost, UsageError for an unknown run, GpuboardError where the node refuses the call.
         """
-        link = self._open()
-        pending = link.submit(op, dict(args))
-        try:
-            self._wait(link, pending, reply_s)
-            return pending.result(0.0, kind)
-        except CallFailed as error:
-            failure = UsageError if error.kind == "no-run" else GpuboardError
-            raise failure(f"{self.node.name}: {error.message}") from error
-        except LinkLost as error:
-            over = link.over
-            link.close()  # a late answer is for nobody
-            raise NodeLost(f"{self.node.name}: {over if over is not None else error.words}") from error
+        while True:
+            link, route = self._open()
+            pending = link.submit(op, dict(args))
+            try:
+                self._wait(link, pending, reply_s)
+                return pending.result(0.0, kind)
+            except CallFailed as error:
+                failure = UsageError if error.kind == "no-run" else GpuboardError
+                raise failure(f"{self.node.name}: {error.message}") from error
+            except LinkLost as error:
+                over = link.over or TransportError("timeout", error.words)
+                link.close()  # a late answer is for nobody
+                unreached = link.hello is None and over.kind != "no-python"
+                if unreached and self._routes.failed(route, over.kind, time.monotonic()) == 0.0:
+                    continue  # another route
+                kind_of_loss = NoNodeReached if over.kind in _FINAL_LOSSES else NodeLost
+                raise kind_of_loss(f"{self.node.name}: {over}") from error
 
-    def _open(self) -> AgentLink:
+    def _open(self) -> tuple[AgentLink, Route]:
         with self._lock:
             if self._closed:
-                raise NodeLost(f"{self.node.name}: closed")
+                raise NoNodeReached(f"{self.node.name}: closed")
             if self._link is None or self._link.over is not None:
+                route = self._routes.next(time.monotonic())
+                if route is None:
+                    raise NoNodeReached(
+                        f"{self.node.name}: not permitted: you have no job running there; start a job there, or set "
+                        'ssh = "all"'
+                    )
+                host = self._known_as if route.job is not None else self.node.host
+                self._route = route
                 self._link = self._connector.open(
-                    self.node.name,
-                    self.node.host,
-                    role="runs",
-                    config={},
-                    listener=_ignore,
-                    ended=_ignore,
-                    job=self.node.job,
+                    self.node.name, host, role="runs", config={}, listener=_ignore, ended=_ignore, job=route.job
                 )
-            return self._link
+            return self._link, self._route
 
     def _wait(self, link: AgentLink, pending: Pending, reply_s: float) -> None:
         """Wait for a reply. Connecting has a timeout of its own, which ends the link."""
@@ -178,16 +204,84 @@ class RemoteRun:
             raise GpuboardError(f"{self.node.node.name}: malformed answer: {error}") from error
 
 
+class SharedRun:
+    """A run whose folder a shared home has here too: through its head's node, and from the folder once it has ended.
+
+    The node may not be reachable any more then: a Slurm job ends with its launch.
+    """
+
+    poll_s = RemoteRun.poll_s
+
+    def __init__(self, remote: RemoteRun, local: LocalRun) -> None:
+        self._remote = remote
+        self._local = local
+
+    def view(self) -> RunView:
+        """Return its current state."""
+        return self._either(self._remote.view, self._local.view)
+
+    def sizes(self, names: Collection[str]) -> dict[str, int]:
+        """See :meth:`RunAccess.sizes`."""
+        return self._either(lambda: self._remote.sizes(names), lambda: self._local.sizes(names))
+
+    def read(self, offsets: Mapping[str, int]) -> dict[str, bytes]:
+        """See :meth:`RunAccess.read`."""
+        return self._either(lambda: self._remote.read(offsets), lambda: self._local.read(offsets))
+
+    def ask(self, request: ControlRequest, timeout_s: float = 5.0) -> object:
+        """See :meth:`RunAccess.ask`."""
+        return self._remote.ask(request, timeout_s)
+
+    def _either(self, remote: Callable[[], T], local: Callable[[], T]) -> T:
+        try:
+            return remote()
+        except NoNodeReached:
+            if self._local.view().state not in FINAL:
+                raise
+            return local()
+
+
+@contextlib.contextmanager
+def connected(nodes: Sequence[Node], settings: Settings, scheduler: Scheduler | None) -> Iterator[list[NodeRuns]]:
+    """Yield the runs of each node; close every connection, and ``scheduler``, at the end.
+
+    ``scheduler`` decides which routes are permitted, as for readings: with the setting ``ssh = "own"`` this waits for
+    its answer. None: ssh to every node.
+    """
+    connector = Connector(settings)
+    places = [NodeRuns(node, connector, settings) for node in nodes]
+    monitor = None
+    try:
+        if scheduler is not None:
+            from gpuboard.cluster.snapshot.scheduler_monitor import SchedulerMonitor  # only where there is one
+
+            answered = threading.Event()
+
+            def permit(routes_of: RoutesOf) -> None:
+                for place in places:
+                    place.permit(routes_of(place.node, NodeFacts(name=place.node.name)))
+                answered.set()
+
+            monitor = SchedulerMonitor(scheduler, settings, permit)
+            monitor.start(once=True)
+            answered.wait(_SCHEDULER_S)
+        yield places
+    finally:
+        for place in places:
+            place.close()
+        if monitor is not None:
+            monitor.close()
+        connector.close()
+
+
 def ask_all(
-    nodes: Sequence[Node], settings: Settings, look: Callable[[NodeRuns], T]
+    nodes: Sequence[Node], settings: Settings, scheduler: Scheduler | None, look: Callable[[NodeRuns], T]
 ) -> tuple[dict[str, T], dict[str, GpuboardError]]:
     """Call ``look`` for every node, all at once; return the results and the errors by node, in the order of ``nodes``.
 
-    A node that hangs delays the result by its own timeouts.
+    A node that hangs delays the result by its own timeouts. ``scheduler``: see :func:`connected`.
     """
     inbox: queue.SimpleQueue[tuple[str, T | GpuboardError]] = queue.SimpleQueue()
-    connector = Connector(settings)
-    places = [NodeRuns(node, connector, settings) for node in nodes]
 
     def work(place: NodeRuns) -> None:
         answer: T | GpuboardError
@@ -199,14 +293,10 @@ def ask_all(
             answer = GpuboardError(f"{place.node.name}: {type(error).__name__}: {error}")
         inbox.put((place.node.name, answer))
 
-    try:
+    with connected(nodes, settings, scheduler) as places:
         for place in places:
             threading.Thread(target=work, args=(place,), name=f"runs-{place.node.name}", daemon=True).start()
         answers = dict(inbox.get() for _ in places)
-    finally:
-        for place in places:
-            place.close()
-        connector.close()
     done: dict[str, T] = {}
     failed: dict[str, GpuboardError] = {}
     for node in nodes:
@@ -218,12 +308,14 @@ def ask_all(
     return done, failed
 
 
-def runs_on(nodes: Sequence[Node], settings: Settings) -> tuple[list[RunView], dict[str, str]]:
+def runs_on(
+    nodes: Sequence[Node], settings: Settings, scheduler: Scheduler | None
+) -> tuple[list[RunView], dict[str, str]]:
     """Return this user's runs on ``nodes``, the oldest first, and by node why it gave no answer.
 
     A run that several nodes list (a shared home) appears once.
     """
-    done, failed = ask_all(nodes, settings, NodeRuns.runs)
+    done, failed = ask_all(nodes, settings, scheduler, NodeRuns.runs)
     words = {name: str(error).removeprefix(f"{name}: ") for name, error in failed.items()}
     return once([view for views in done.values() for view in views]), words
 

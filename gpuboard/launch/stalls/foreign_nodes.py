@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,6 +15,9 @@ from gpuboard.launch.stalls.evidence import Inspection
 from gpuboard.launch.stalls.foreign import Job, NodeJobs, joined
 from gpuboard.launch.stalls.inspect import pyspy_for
 from gpuboard.model.replies import Done
+
+if TYPE_CHECKING:
+    from gpuboard.scheduler.base import Scheduler
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -30,7 +34,9 @@ class _Look(msgspec.Struct, frozen=True):
     unseen: str = ""
 
 
-def find_jobs(nodes: Sequence[Node], settings: Settings, pid: int | None = None) -> Found:
+def find_jobs(
+    nodes: Sequence[Node], settings: Settings, new_scheduler: Callable[[], Scheduler | None], pid: int | None = None
+) -> Found:
     """Return every distributed job of this user on ``nodes``; ``pid``: only that of this process on the first one.
 
     Raises GpuboardError for a process that does not exist or is another user's, and where no node answers.
@@ -41,12 +47,12 @@ def find_jobs(nodes: Sequence[Node], settings: Settings, pid: int | None = None)
     rest = list(nodes)
     if pid is not None:
         first = rest.pop(0)
-        looks, failed = ask_all([first], settings, lambda place: _look(place, pid, None))
+        looks, failed = ask_all([first], settings, new_scheduler(), lambda place: _look(place, pid, None))
         if failed:
             raise failed[first.name]
         wanted = looks[first.name].jobs.jobs[0].job
     if rest and wanted != {}:  # a process without any of the variables has no other ranks
-        more, failed = ask_all(rest, settings, lambda place: _look(place, None, wanted))
+        more, failed = ask_all(rest, settings, new_scheduler(), lambda place: _look(place, None, wanted))
         looks |= more
     if not looks:
         raise next(iter(failed.values()))
