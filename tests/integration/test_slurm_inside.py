@@ -315,7 +315,8 @@ def test_nodes_outside_the_job_are_refused(lab: Lab) -> None:
 
 def test_a_run_in_a_job_is_reached_from_the_login_node_through_a_step(lab: Lab) -> None:
     lab.put("count.sh", "#!/bin/sh\nwhile :; do echo up; sleep 0.1; done\n")
-    lab.put(".config/gpuboard/config.toml", 'connect_timeout = "2s"\n')
+    lab.login.run(["mkdir", "-p", ".config/gpuboard"], check=True)
+    lab.put(".config/gpuboard/config.toml", 'connect_timeout = "1s"\n')
     job = lab.submit("gpuboard launch --device cpu --n 2 --no-python ./count.sh", "--gpus=1", "--nodelist=gpu02")
     job.wait_out("up")
     with lab.login.popen(["gpuboard", "logs", "last", "-f", "--rank", "0"]) as logs:
