@@ -26,7 +26,7 @@ from gpuboard.model.text import quoted
 GROUPS = {  # by package
     "see": ("board", "status", "serve"),
     "reserve": ("allocate", "leases", "renew", "release", "env"),
-    "use": ("run", "launch", "runs", "logs", "stop", "explain"),
+    "use": ("run", "launch", "runs", "logs", "attach", "stop", "explain"),
     "setup": ("demo", "config", "doctor"),
 }
 COMMANDS = {name: group for group, names in GROUPS.items() for name in names}

@@ -1,4 +1,4 @@
-"""What on a host kills background processes: the keeper would end with them, and its leases would expire 90 s later."""
+"""What on a host kills background processes: a keeper, whose leases then expire 90 s later, and detached runs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,44 @@ _FOLDERS = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/
 def reapers(env: Mapping[str, str], uid: int, root: str = "") -> list[str]:
     """Return warnings for user ``uid`` about what would kill the keeper; ``root`` is a prefix of every path read."""
     found = []
-    cgroup = _read(f"{root}/proc/self/cgroup")
-    if "/session-" in cgroup and _kills_user_processes(root, user_name(uid)):
+    if _logind_kills(uid, root):
         found.append(
             "logind kills the keeper when you log out (KillUserProcesses=yes), and your leases on this host expire "
             "90 s later; to keep them, run `loginctl enable-linger` and work in `systemd-run --user --scope bash`"
         )
-    job = re.search(r"/job_(\d+)(/|$)", cgroup, re.MULTILINE)
+    job = _job(root)
     if job and not env.get("SLURM_JOB_ID"):  # with it, the job has its own keeper: runtime_dir.folder_name
         found.append(
-            f"this session belongs to Slurm job {job[1]}, and Slurm kills the keeper when the job ends: your leases on "
+            f"this session belongs to Slurm job {job}, and Slurm kills the keeper when the job ends: your leases on "
             "this host expire 90 s later; to keep them, run any gpuboard command here before that"
         )
     return found
+
+
+def run_reapers(env: Mapping[str, str], uid: int, root: str = "") -> list[str]:
+    """Return warnings for user ``uid`` about what ends a detached run of this session; ``root`` as above."""
+    found = []
+    if _logind_kills(uid, root):
+        found.append(
+            "logind ends this run when you log out (KillUserProcesses=yes); to keep such a run, use "
+            "`loginctl enable-linger` and launch it with `systemd-run --user --scope gpuboard launch …`"
+        )
+    if job := env.get("SLURM_JOB_ID") or _job(root):
+        found.append(
+            f"this run ends with Slurm job {job}, and a batch job ends with its script: let the script wait with "
+            "`gpuboard attach`"
+        )
+    return found
+
+
+def _logind_kills(uid: int, root: str) -> bool:
+    return "/session-" in _read(f"{root}/proc/self/cgroup") and _kills_user_processes(root, user_name(uid))
+
+
+def _job(root: str) -> str:
+    """Return the Slurm job whose cgroup this process is in, or ""."""
+    found = re.search(r"/job_(\d+)(/|$)", _read(f"{root}/proc/self/cgroup"), re.MULTILINE)
+    return found[1] if found else ""
 
 
 def _kills_user_processes(root: str, user: str) -> bool:

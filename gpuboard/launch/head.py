@@ -43,6 +43,8 @@ from gpuboard.transport.connector import Connector
 # characters of output not yet written to the user's streams, above and below which the ranks are paused and resumed
 _HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20
 
+_FORWARDED = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM})  # to the ranks, when a client asks for it
+
 _EXPLAIN_S = 12.0  # for the inspections of all nodes
 
 GpuReader = Callable[[Callable[[Snapshot], None]], None]
@@ -67,15 +69,18 @@ class Head:
         nodes: Mapping[str, Node],
         read_gpus: GpuReader | None,
         script_checks: Sequence[Check] = (),
+        started: Callable[[], None] | None = None,
         timing: HeadTiming = DEFAULT_TIMING,
     ) -> None:
         """``nodes``: how to reach each node of the plan. ``read_gpus`` starts a reading and passes it to its argument;
-        None: the run needs no GPUs. ``script_checks`` belong to the results of preflight."""
+        None: the run needs no GPUs. ``script_checks`` belong to the results of preflight. ``started`` is called once
+        all ranks have run for ``started_s``, or stall before; not if one fails before."""
         self._plan = plan
         self._folder = folder
         self._screen = screen
         self._read_gpus = read_gpus
         self._script_checks = script_checks
+        self._started_hook = started
         self._timing = timing
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._supervisors = Supervisors(plan, nodes, connector, self._inbox, timing)
@@ -101,6 +106,7 @@ class Head:
         self._stop_at: float | None = None  # when the ranks were sent SIGTERM, monotonic
         self._grace_s = plan.options.grace_s
         self._terminated_at: float | None = None  # when the first SIGTERM was forwarded, monotonic
+        self._running_since = 0.0  # when all ranks have been running, monotonic
         self._countdown = -1  # seconds shown last
         self._sweeping: set[str] = set()  # lost nodes on which a second supervisor ends what is left
         self._spared: list[int] = []  # ranks that get SIGTERM ``exit_wait_s`` later than the others
@@ -345,6 +351,7 @@ class Head:
             self._failed_at = time.time()
         self._watch_stalls(now)
         self._stop_if_needed(now)
+        self._notify_started(now)
         if self._gate_open and self._watch.finished and self._watch.cause is None and not self._succeeded:
             self._succeeded = True  # the store on node rank 0 may end; the ranks' helpers have their grace
             options = self._plan.options
@@ -365,6 +372,16 @@ class Head:
         if backlog > _HOLD_ABOVE if not self._holding else backlog < _HOLD_BELOW:
             self._holding = not self._holding
             self._supervisors.call_all("hold", {"on": self._holding})
+
+    def _notify_started(self, now: float) -> None:
+        if self._started_hook is None or not self._gate_open or self._stopping() or self._watch.cause is not None:
+            return
+        if self._state == "starting":
+            self._running_since = now
+        if now - self._running_since >= self._timing.started_s or self._stalls.verdict is not None:
+            self._save()
+            hook, self._started_hook = self._started_hook, None
+            hook()
 
     def _watch_stalls(self, now: float) -> None:
         if not self._gate_open or self._stopping() or self._watch.finished:
@@ -456,7 +473,6 @@ class Head:
             self._relay.ended(rank)
         code = self._exit_code()
         self._state = "done" if code == 0 else "stopped" if self._stop_code is not None else "failed"
-        self._save()
         if refused:
             count = len(failed(self.checks))
             self._print(f"preflight failed: {count} check{'' if count == 1 else 's'}; no rank was started")
@@ -468,6 +484,7 @@ class Head:
             ran = format_duration(round((self._failed_at or time.time()) - self._started))
             at = time.strftime("%H:%M:%S", time.localtime(self._failed_at or None))
             self._print(f"exit code {code} at {at} after {ran}; logs: {self._folder.path}")
+        self._save()  # last: who reads that the run has ended finds all messages
         return code
 
     def _exit_code(self) -> int:
@@ -528,6 +545,9 @@ class Head:
         """Return the reply to a client of the control socket; called in the socket's thread."""
         if request.op == "stop":
             self._inbox.put(request)
+            return {"run": self._plan.run}
+        if request.op == "signal" and request.signal in _FORWARDED:
+            self._inbox.put(SignalReceived(request.signal))
             return {"run": self._plan.run}
         if request.op == "explain":
             asked = ExplainRequest(queue.SimpleQueue())

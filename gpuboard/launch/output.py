@@ -248,12 +248,13 @@ class Relay:
     def __init__(
         self,
         labels: Mapping[int, str],
-        logs: Logs,
+        logs: Logs | None,
         screen: Screen,
         *,
         mark: Callable[[int, str], str],
     ) -> None:
-        """``labels``: rank → ``gpu02:1``. ``mark`` returns the prefix of a line of a rank, "" for none.
+        """``labels``: rank → ``gpu02:1``. ``mark`` returns the prefix of a line of a rank, "" for none. ``logs`` None:
+        what is shown is there already.
 
         Each line is labelled with its rank. A single rank is labelled on a terminal only: a pipe gets its output as is.
         """
@@ -271,7 +272,8 @@ class Relay:
 
     def output(self, rank: int, stream: Stream, data: bytes) -> None:
         """Handle one piece of output of a rank; only the logs contain what is not UTF-8."""
-        self._logs.write(rank, stream, data)
+        if self._logs is not None:
+            self._logs.write(rank, stream, data)
         lines = self._lines.setdefault((rank, stream), LineSplitter())
         self._print(rank, stream, lines.feed(data.decode("utf-8", "replace")))
         partial = lines.partial

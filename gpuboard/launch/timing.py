@@ -20,6 +20,8 @@ class HeadTiming(msgspec.Struct, frozen=True):
     probe_s: float = 10.0
     # connect timeout of one attempt: the peer's kernel accepts at once, so a later answer counts as dropped
     connect_s: float = 2.0
+    # all ranks run this long before `launch --detach` returns: mistakes of a script's first lines are printed
+    started_s: float = 1.0
     # wait for the root cause after a secondary failure: the two arrive over different connections
     cause_wait_s: float = 1.0
     # longest wait for a supervisor that does not answer pings, before the failures of other nodes are evaluated

@@ -81,7 +81,7 @@ def spawn(command: list[str], environ: Mapping[str, str] | None = None) -> Child
             command,
             os.environ if environ is None else environ,
             file_actions=[(os.POSIX_SPAWN_DUP2, end, fd) for fd, end in enumerate(ends)]
-            + [(os.POSIX_SPAWN_CLOSE, fd) for fd in _inheritable()],
+            + [(os.POSIX_SPAWN_CLOSE, fd) for fd in inheritable()],
             setsid=True,
             setsigdef=range(1, 32),  # an ignored SIGPIPE or SIGINT would be inherited
             setsigmask=(),
@@ -118,8 +118,8 @@ def _above_two(fd: int) -> int:
     return moved
 
 
-def _inheritable() -> list[int]:
-    """Return the descriptors above 2 that a child would inherit: the agent must not hold a caller's pipe or lock."""
+def inheritable() -> list[int]:
+    """Return the descriptors above 2 that a child would inherit: it must not hold a caller's pipe or lock."""
     found = []
     limit = os.sysconf("SC_OPEN_MAX")
     for name in os.listdir("/proc/self/fd"):

@@ -90,11 +90,12 @@ class Launch:
         before: Sequence[str] = (),
         port: int = 0,
         stdin: int = subprocess.DEVNULL,
+        keep: Sequence[int] = (),
     ) -> None:
         """``script``: text of what the ranks run. ``torch``: the real one. ``terminal``: fd for stdout and stderr.
 
         With the option --no-python ``script`` is a program. ``before``: what runs the command (``unshare -n``).
-        ``port``: the rank map's master_port. ``stdin``: a file.
+        ``port``: the rank map's master_port. ``stdin``: a file. ``keep``: descriptors that it inherits.
         """
         self.folder = folder
         self.env = {**os.environ, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"), **(env or {})}
@@ -118,6 +119,7 @@ class Launch:
             cwd=folder,
             env=self.env,
             stdin=stdin,
+            pass_fds=keep,
             stdout=subprocess.PIPE if terminal is None else terminal,
             stderr=subprocess.PIPE if terminal is None else terminal,
         )

@@ -369,6 +369,8 @@ def test_a_port_in_use_is_refused_and_its_holder_named(tmp_path: Path) -> None:
         (["--env", "RANK=1"], "--env RANK: gpuboard sets RANK"),
         (["--skip", "shm"], "--skip 'shm': no such check; checks to skip: torch, python, "),
         (["--skip", "start"], "--skip 'start': no rank can run without it"),
+        (["--detach", "--stdin"], "--detach cannot be combined with --stdin"),
+        (["--detach", "--dry-run"], "--detach cannot be combined with --dry-run"),
         (["--grace", "soon"], "'soon' is not a duration"),
         (["--rank-map", "elsewhere.json"], "elsewhere.json:\n  node 'gpu77' is not in the inventory ("),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.keeper.logind import reapers
+from gpuboard.keeper.logind import reapers, run_reapers
 
 USER, NAMELESS = 1, 54321  # uids; root is excluded by default
 SESSION = "0::/user.slice/user-1001.slice/session-4.scope\n"
@@ -69,9 +69,12 @@ def test_slurm_job(tmp_path: Path) -> None:
     root = host(tmp_path, {"proc/self/cgroup": "0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0\n"})
     assert [text.partition(",")[0] for text in reapers({}, USER, root)] == ["this session belongs to Slurm job 77"]
     assert reapers({"SLURM_JOB_ID": "77"}, USER, root) == []
+    for env in ({}, {"SLURM_JOB_ID": "77"}):
+        assert [text.partition(",")[0] for text in run_reapers(env, USER, root)] == ["this run ends with Slurm job 77"]
 
 
 def test_a_user_without_a_name_is_warned_too(tmp_path: Path) -> None:
     assert reapers({}, NAMELESS, host(tmp_path, {"proc/self/cgroup": "0::/"})) == []
     root = host(tmp_path, {"proc/self/cgroup": SESSION, "etc/systemd/logind.conf": KILLS})
     assert [warning.partition(" kills")[0] for warning in reapers({}, NAMELESS, root)] == ["logind"]
+    assert [warning.partition(" ends")[0] for warning in run_reapers({}, NAMELESS, root)] == ["logind"]

@@ -1,1 +1,1 @@
-"""Commands that run something on GPUs: run, launch, runs, logs, stop."""
+"""Commands that run something on GPUs: run, launch, runs, logs, attach, stop, explain."""

@@ -23,7 +23,9 @@ from gpuboard.cli.options import duration_or_zero, typed, whole
 from gpuboard.cli.reserve.allocate import add_request, add_slurm, add_terms, job_options, progress, request_of
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.cli.stderr import report
+from gpuboard.cli.use.detached import await_detached, detached_message
 from gpuboard.errors import NoSuchLease, Refused, UsageError
+from gpuboard.launch.detached.process import DetachingHead, WaitingCommand, fork
 from gpuboard.launch.parent_watch import Lifeline
 from gpuboard.model.text import quoted
 from gpuboard.model.units import parse_duration
@@ -92,6 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      "needs neither Python nor torch on the nodes")  # fmt: skip
     run.add_argument("--no-preimport", dest="preimport", action="store_false", help="do not import torch before the "
                      "target; never done for a target that changes os.environ before")  # fmt: skip
+    run.add_argument("--detach", action="store_true", help="return once the ranks run; the run goes on without "
+                     "this terminal: see `attach`, `logs -f` and `stop`")  # fmt: skip
     run.add_argument("--skip", action="append", default=[], metavar="CHECK", help="do not let this preflight check "
                      "(named as in its message) prevent the launch; may be repeated")  # fmt: skip
     run.add_argument("--preflight-only", action="store_true", help="print all preflight checks, start no rank, "
@@ -118,18 +122,34 @@ def run(args: argparse.Namespace, context: Context) -> int:
             signal.signal(number, signal.default_int_handler)
     outcome = outcome_of(NAME)
     line = None
+    detaching = None
+    if args.detach:
+        side = fork()
+        if isinstance(side, WaitingCommand):
+            return await_detached(side, context, as_json=args.json)
+        detaching, line = side, side.line
     if args.life_line is not None:
         try:
             line = Lifeline(args.life_line, lambda: os.kill(os.getpid(), signal.SIGINT))
         except OSError as error:
             raise UsageError(f"--life-line {args.life_line}: {error.strerror}") from error
     with recorded(outcome, args.status_file, printed=args.json and not args.dry_run):
-        code = _launch(args, context, outcome, line)
+        code = _launch(args, context, outcome, line, detaching)
         outcome["exit_code"] = code
+    if detaching is not None and not detaching.left and code == 0:
+        report(
+            f"run {outcome['run']['id']} has ended before it could be detached; `gpuboard logs last` shows its output"
+        )
     return code
 
 
-def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any], line: Lifeline | None) -> int:
+def _launch(
+    args: argparse.Namespace,
+    context: Context,
+    outcome: dict[str, Any],
+    line: Lifeline | None,
+    detaching: DetachingHead | None,
+) -> int:
     from gpuboard.launch import environ, plan, rank_map_source, target
     from gpuboard.launch.lint.script import script_checks
     from gpuboard.launch.preflight.check import check_text
@@ -140,6 +160,8 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
     if args.dry_run and args.preflight_only:
         raise UsageError("--dry-run, which connects to no node, cannot be combined with --preflight-only")
     _check_skipped(args.skip)
+    if detaching is not None:
+        _check_detached(args)
     parsed = target.parse_target(args.target, program=args.no_python)
     if sys.stdin is None and args.stdin is not None:
         raise UsageError("--stdin: the standard input of this command is closed")
@@ -160,12 +182,13 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
     scope = _scope(context)
     sent |= environ.of_job(context.env) if context.job is not None else {}
     with (
-        _screen(quiet=args.run_id is not None, stdout=not args.json) as screen,
+        _screen(quiet=args.run_id is not None, stdout=not (args.json or args.detach)) as screen,
         _rank_map(args, context) as (rank_map, where),
     ):
         nodes = rank_map_source.nodes_of(rank_map, scope.nodes)
         plan.check_rank_map(rank_map, nodes, where, args.device)
-        if args.stdin is None and rank_map.world_size == 1 and args.run_id is None and sys.stdin and sys.stdin.isatty():
+        alone = rank_map.world_size == 1 and args.run_id is None and not args.detach
+        if args.stdin is None and alone and sys.stdin and sys.stdin.isatty():
             options = msgspec.structs.replace(options, stdin_rank=0)
         decided = plan.launch_plan(
             rank_map,
@@ -189,8 +212,11 @@ def _launch(args: argparse.Namespace, context: Context, outcome: dict[str, Any],
             # a supervisor on this machine would report them
             it = "it" if len(stale) == 1 else "them"
             report(f"ignoring {', '.join(stale)} from your environment; gpuboard sets {it} for each rank")
-        code, in_logs = _head(decided, used, context, screen, outcome, script_checks=warnings, line=line)
-    delivered = in_logs if args.run_id is not None else not screen.failed  # known once the screen is closed
+        code, in_logs = _head(
+            decided, used, context, screen, outcome, script_checks=warnings, line=line, detaching=detaching
+        )
+    unseen = args.run_id is not None or (detaching is not None and detaching.left)
+    delivered = in_logs if unseen else not screen.failed  # known once the screen is closed
     return code or int(not delivered)
 
 
@@ -217,6 +243,7 @@ def _head(
     *,
     script_checks: Sequence[Check],
     line: Lifeline | None,
+    detaching: DetachingHead | None,
 ) -> tuple[int, bool]:
     """Return the run's exit code, and whether its logs are complete."""
     from gpuboard.launch.head import Head
@@ -237,9 +264,11 @@ def _head(
         nodes={node.name: node for node in nodes},
         read_gpus=read_gpus,
         script_checks=script_checks,
+        started=None if detaching is None else lambda: detaching.leave(screen, detached_message(head)),
     )
     if line is not None:
-        line.then(lambda: head.stop("the board that launched it is closed"))
+        why = "the board that launched it is closed" if detaching is None else "the command that launched it has ended"
+        line.then(lambda: head.stop(why))
     try:
         return head.run(), head.logs_complete
     finally:
@@ -385,6 +414,19 @@ def _scope(context: Context) -> Scope:
     if leased and not context.nodesets and not context.settings.nodes:
         return Scope(tuple(context.reach(inventory(context.settings, [leased]))))
     return Scope(tuple(context.reach(context.nodes())), explicit=bool(context.nodesets))
+
+
+def _check_detached(args: argparse.Namespace) -> None:
+    """Raise UsageError for options of a launch that needs this terminal, or that starts nothing."""
+    for option, given in {
+        "--stdin": args.stdin is not None,
+        "--preflight-only": args.preflight_only,
+        "--dry-run": args.dry_run,
+        "--run-id": args.run_id is not None,
+        "--life-line": args.life_line is not None,
+    }.items():
+        if given:
+            raise UsageError(f"--detach cannot be combined with {option}")
 
 
 def _check_skipped(names: Sequence[str]) -> None:

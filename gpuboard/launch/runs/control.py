@@ -1,6 +1,7 @@
 """The control socket in a run's folder: requests of other processes to its head.
 
-One JSON line each way: ``{"op": "stop", "grace_s": …, "reason": …}``, ``{"op": "state"}`` or ``{"op": "explain"}``.
+One JSON line each way: ``{"op": "stop", "grace_s": …, "reason": …}``, ``{"op": "state"}``, ``{"op": "explain"}``
+or ``{"op": "signal", "signal": …}`` (USR1, USR2, TERM).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
     op: str
     grace_s: float | None = None
     reason: str = ""
+    signal: int = 0  # to be forwarded to the ranks
 
 
 class ControlServer:

@@ -1,0 +1,50 @@
+"""`gpuboard launch --detach`: what the command prints when its run has been detached."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gpuboard.cli.context import Context
+from gpuboard.cli.status_file import outcome_of
+from gpuboard.cli.stderr import report
+from gpuboard.keeper.logind import run_reapers
+from gpuboard.launch.preflight.check import Check
+from gpuboard.launch.runs.folder import RunView, places
+
+if TYPE_CHECKING:
+    from gpuboard.launch.detached.process import WaitingCommand
+    from gpuboard.launch.head import Head
+
+
+class _Message(msgspec.Struct, frozen=True):
+    run: RunView
+    checks: list[Check]
+
+
+def detached_message(head: Head) -> bytes:
+    """Return what a detaching head sends to its command: one line."""
+    return msgspec.json.encode(_Message(head.view(), head.checks))
+
+
+def await_detached(command: WaitingCommand, context: Context, *, as_json: bool) -> int:
+    """Print how to follow the run once it is detached; return the exit code, of a launch that ended before its own."""
+    message = command.wait()
+    if isinstance(message, int):
+        return message
+    found = msgspec.json.decode(message, type=_Message)
+    if as_json:
+        outcome = outcome_of("launch") | {"exit_code": 0} | msgspec.to_builtins(found)
+        sys.stdout.write(msgspec.json.encode(outcome).decode() + "\n")
+    else:
+        run = found.run
+        print(f"run {run.id} is detached; ranks on {places(run)}; its head is pid {run.head.pid} on {run.head.host}")
+        print(f"  gpuboard attach {run.id}    its output, until it ends")
+        print(f"  gpuboard logs -f {run.id}   the output of its ranks from the start")
+        print(f"  gpuboard stop {run.id}      stop it")
+    for warning in run_reapers(context.env, os.geteuid()):
+        report(warning)
+    return 0
