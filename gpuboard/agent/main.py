@@ -8,7 +8,7 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict
 
-ROLES = ("node", "launch", "runs")
+ROLES = ("node", "launch", "head", "runs")
 
 
 def main() -> None:
@@ -41,6 +41,11 @@ def _run(channel: protocol.AgentChannel, role: str, config: "Dict[str, Any]") ->
         from gpuboard.agent.launch import guard  # late: only this role needs it
 
         guard.run(channel, config)
+        return 0
+    if role == "head":
+        from gpuboard.agent.launch import head_start  # late: only this role needs it
+
+        head_start.run(channel, config)
         return 0
     if role == "runs":
         from gpuboard.agent.runs import role as runs  # late: only this role needs it

@@ -30,7 +30,7 @@ def outcome_of(command: str) -> dict[str, Any]:
 def recorded(outcome: dict[str, Any], file: str | None, *, printed: bool = False) -> Iterator[None]:
     """Complete ``outcome`` (keys ``exit_code``, ``error``) from how the block ends, and write it to ``file``.
 
-    ``printed``: print it on stdout, too.
+    ``printed``: print it on stdout, too. With ``outcome`` empty at the end nothing is written: another process will.
 
     A file that cannot be written is reported and leaves the command's exit code unchanged.
     """
@@ -46,7 +46,7 @@ def recorded(outcome: dict[str, Any], file: str | None, *, printed: bool = False
         outcome |= {"exit_code": 1, "error": lines(f"{type(error).__name__}: {error}")}
         raise
     finally:
-        if file:
+        if file and outcome:
             try:
                 with open(file, "wb", opener=_opener) as stream:
                     stream.write(msgspec.json.encode(outcome) + b"\n")

@@ -294,6 +294,15 @@ def holders(env: Mapping[str, str]) -> dict[str, Holder | None]:
     return found
 
 
+def record_of(lease: str, env: Mapping[str, str]) -> LeaseRecord | None:
+    """Return the record of a lease of this host's keeper; None where it has none."""
+    try:
+        with open(f"{paths.state_dir(env)}/keeper/{folder_name(env)}/{lease}.json", encoding="utf-8") as file:
+            return decode(json.load(file))
+    except (OSError, ValueError):
+        return None
+
+
 def warn(env: Mapping[str, str]) -> list[str]:
     """Return warnings about what on this host would kill the keeper before its leases end."""
     from gpuboard.keeper.logind import reapers  # late: needed only after the lease is reserved

@@ -15,7 +15,7 @@ _FOLDERS = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/
 def reapers(env: Mapping[str, str], uid: int, root: str = "") -> list[str]:
     """Return warnings for user ``uid`` about what would kill the keeper; ``root`` is a prefix of every path read."""
     found = []
-    if _logind_kills(uid, root):
+    if kills_at_logout(uid, root):
         found.append(
             "logind kills the keeper when you log out (KillUserProcesses=yes), and your leases on this host expire "
             "90 s later; to keep them, run `loginctl enable-linger` and work in `systemd-run --user --scope bash`"
@@ -32,7 +32,7 @@ def reapers(env: Mapping[str, str], uid: int, root: str = "") -> list[str]:
 def run_reapers(env: Mapping[str, str], uid: int, root: str = "") -> list[str]:
     """Return warnings for user ``uid`` about what ends a detached run of this session; ``root`` as above."""
     found = []
-    if _logind_kills(uid, root):
+    if kills_at_logout(uid, root):
         found.append(
             "logind ends this run when you log out (KillUserProcesses=yes); to keep such a run, use "
             "`loginctl enable-linger` and launch it with `systemd-run --user --scope gpuboard launch …`"
@@ -45,7 +45,8 @@ def run_reapers(env: Mapping[str, str], uid: int, root: str = "") -> list[str]:
     return found
 
 
-def _logind_kills(uid: int, root: str) -> bool:
+def kills_at_logout(uid: int, root: str = "") -> bool:
+    """Return whether logind kills this process when its session, of user ``uid``, ends."""
     return "/session-" in _read(f"{root}/proc/self/cgroup") and _kills_user_processes(root, user_name(uid))
 
 

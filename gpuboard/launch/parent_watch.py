@@ -13,11 +13,12 @@ class Lifeline:
     The kernel closes the other end however the parent ends, SIGKILL included.
     """
 
-    def __init__(self, fd: int, act: Callable[[], None]) -> None:
-        """Raises OSError when ``fd`` is not open."""
+    def __init__(self, fd: int, act: Callable[[], None], received: Callable[[bytes], None] = lambda _: None) -> None:
+        """``received`` is called with what the parent writes. Raises OSError when ``fd`` is not open."""
         os.set_inheritable(fd, False)  # the lifeline is of this process alone
         self._fd = fd
         self._act = act
+        self._received = received
         self._ended = False
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
@@ -31,8 +32,8 @@ class Lifeline:
 
     def _watch(self) -> None:
         try:
-            while os.read(self._fd, 64):
-                continue
+            while data := os.read(self._fd, 4096):
+                self._received(data)
         except OSError:
             pass  # not readable: taken as end-of-file
         with self._lock:

@@ -24,8 +24,10 @@ from gpuboard.cli.reserve.allocate import add_request, add_slurm, add_terms, job
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.cli.stderr import report
 from gpuboard.cli.use.detached import await_detached, detached_message
+from gpuboard.cli.use.remote_head import SLURM_REFUSED, lead_elsewhere
 from gpuboard.errors import NoSuchLease, Refused, UsageError
-from gpuboard.launch.detached.process import DetachingHead, WaitingCommand, fork
+from gpuboard.launch.detached.process import Detaching, DetachingHead, WaitingCommand, fork
+from gpuboard.launch.detached.remote import HeadConfig
 from gpuboard.launch.parent_watch import Lifeline
 from gpuboard.model.text import quoted
 from gpuboard.model.units import parse_duration
@@ -107,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(OPTION, metavar="FILE", help="write the outcome to FILE as JSON, also after a failure")
     # For the board: a given run id, output to the run's folder only, and an end of the run when the board ends.
     run.add_argument("--run-id", help=argparse.SUPPRESS)
+    run.add_argument("--head", action="store_true", help=argparse.SUPPRESS)  # started by agent/launch/head_start.py
     run.add_argument("--life-line", type=whole(0, 10**6), metavar="FD", help=argparse.SUPPRESS)
     parser.add_argument("-m", dest="target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -120,6 +123,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # like ctrl-C until the head takes over: release, then exit
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
+    if args.head:
+        from gpuboard.cli.use.served_head import serve_head  # imports this module
+
+        return serve_head(context)
     outcome = outcome_of(NAME)
     line = None
     detaching = None
@@ -135,11 +142,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
             raise UsageError(f"--life-line {args.life_line}: {error.strerror}") from error
     with recorded(outcome, args.status_file, printed=args.json and not args.dry_run):
         code = _launch(args, context, outcome, line, detaching)
-        outcome["exit_code"] = code
-    if detaching is not None and not detaching.left and code == 0:
-        report(
-            f"run {outcome['run']['id']} has ended before it could be detached; `gpuboard logs last` shows its output"
-        )
+        if outcome:
+            outcome["exit_code"] = code
     return code
 
 
@@ -183,7 +187,7 @@ def _launch(
     sent |= environ.of_job(context.env) if context.job is not None else {}
     with (
         _screen(quiet=args.run_id is not None, stdout=not (args.json or args.detach)) as screen,
-        _rank_map(args, context) as (rank_map, where),
+        _rank_map(args, context, detaching) as (rank_map, where),
     ):
         nodes = rank_map_source.nodes_of(rank_map, scope.nodes)
         plan.check_rank_map(rank_map, nodes, where, args.device)
@@ -212,7 +216,11 @@ def _launch(
             # a supervisor on this machine would report them
             it = "it" if len(stale) == 1 else "them"
             report(f"ignoring {', '.join(stale)} from your environment; gpuboard sets {it} for each rank")
-        code, in_logs = _head(
+        if detaching is not None and used[0].host is not None:
+            file = args.status_file and os.path.abspath(args.status_file)
+            config = HeadConfig(decided, used, context.settings, warnings, file)
+            return lead_elsewhere(config, context, screen, outcome, detaching)
+        code, in_logs = lead(
             decided, used, context, screen, outcome, script_checks=warnings, line=line, detaching=detaching
         )
     unseen = args.run_id is not None or (detaching is not None and detaching.left)
@@ -234,7 +242,7 @@ def _screen(*, quiet: bool, stdout: bool) -> Iterator[Screen]:
         yield stack.enter_context(contextlib.closing(Screen(null or out, null or sys.stderr)))
 
 
-def _head(
+def lead(
     decided: LaunchPlan,
     nodes: Sequence[Node],
     context: Context,
@@ -243,9 +251,9 @@ def _head(
     *,
     script_checks: Sequence[Check],
     line: Lifeline | None,
-    detaching: DetachingHead | None,
+    detaching: Detaching | None,
 ) -> tuple[int, bool]:
-    """Return the run's exit code, and whether its logs are complete."""
+    """Lead the run in this process; return its exit code, and whether its logs are complete."""
     from gpuboard.launch.head import Head
     from gpuboard.launch.runs.folder import RunFolder, prune
     from gpuboard.transport.connector import Connector
@@ -270,7 +278,12 @@ def _head(
         why = "the board that launched it is closed" if detaching is None else "the command that launched it has ended"
         line.then(lambda: head.stop(why))
     try:
-        return head.run(), head.logs_complete
+        code = head.run()
+        if detaching is not None and not detaching.left and code == 0:
+            screen.lines(
+                "err", [f"gpuboard: run {decided.run} has ended already; `gpuboard logs last` shows its output"]
+            )
+        return code, head.logs_complete
     finally:
         if line is not None:
             line.then(lambda: None)  # the run is over; the release must not be interrupted
@@ -302,7 +315,9 @@ def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[
 
 
 @contextlib.contextmanager
-def _rank_map(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
+def _rank_map(
+    args: argparse.Namespace, context: Context, detaching: DetachingHead | None
+) -> Iterator[tuple[RankMap, str]]:
     """Yield the rank map and a description of its source; release what was reserved for this launch."""
     from gpuboard.launch.rank_map_source import read_rank_map
 
@@ -315,7 +330,7 @@ def _rank_map(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
     elif args.lease or (shell_lease and not args.gpus):
         yield _of_lease(args, context)
     elif requested or context.job is not None:
-        with _reserved(args, context) as found:
+        with _reserved(args, context, detaching) as found:
             yield found
     else:
         raise UsageError("no GPUs requested; pass --n N, --gpus GPUS, --lease ID or --rank-map FILE")
@@ -342,7 +357,9 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
 
 
 @contextlib.contextmanager
-def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[RankMap, str]]:
+def _reserved(
+    args: argparse.Namespace, context: Context, detaching: DetachingHead | None
+) -> Iterator[tuple[RankMap, str]]:
     """Reserve for this process, yield the rank map, release at the end. ``--dry-run`` reserves nothing."""
     from gpuboard.keeper.holder import identify
     from gpuboard.leases.rank_map import rank_map
@@ -353,6 +370,8 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
     terms = terms_of(args.for_s, identify(os.getpid()), args.purpose, context.settings)
     held = None
     with context.ledger(lambda: scope) as ledger:
+        if detaching is not None and context.job is None and not ledger.rest().nodes:
+            raise UsageError(SLURM_REFUSED)
         allocator = ledger.allocator(picks=args.gpus or (), options=job_options(args), progress=progress(context))
         on_cpu = args.device == "cpu" and request is not None and not args.gpus
         with allocator:
@@ -376,10 +395,12 @@ def _reserved(args: argparse.Namespace, context: Context) -> Iterator[tuple[Rank
                         raise
                     report("no GPU in scope: the ranks run on the CPU, and nothing is reserved")
                     found = _without_gpus(request, scope, allocator)
+    if detaching is not None and held is not None:
+        detaching.reserved = held.id
     try:
         yield found, "the reservation"
     finally:
-        if held is not None:
+        if held is not None and (detaching is None or detaching.reserved is not None):
             release_own(context.ledger(), held, report)
 
 

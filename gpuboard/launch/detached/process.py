@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+from typing import Protocol
 
 from gpuboard.launch.output import Screen
 from gpuboard.launch.parent_watch import Lifeline
@@ -45,11 +46,21 @@ class WaitingCommand:
         return message
 
 
+class Detaching(Protocol):
+    """The process of a head that will detach. ``left``: it has done so."""
+
+    left: bool
+
+    def leave(self, screen: Screen, message: bytes) -> None:
+        """Leave what ties it to its command, and send that command one line."""
+
+
 class DetachingHead:
     """The head's side."""
 
     def __init__(self, connection: socket.socket, inherited: list[int]) -> None:
         self.left = False  # the session and the terminal
+        self.reserved: str | None = None  # the lease that this launch has reserved and releases at its end
         self.line = Lifeline(connection.fileno(), lambda: os.kill(os.getpid(), signal.SIGINT))
         self._connection = connection
         self._inherited = inherited

@@ -1,0 +1,104 @@
+"""`gpuboard launch --detach` where the run's first node is another machine: its head is started there."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gpuboard.cli.context import Context
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.keeper import client as keeper
+from gpuboard.keeper.client import LeaseRecord
+from gpuboard.launch.detached.process import DetachingHead
+from gpuboard.launch.detached.remote import HeadConfig, RemoteHead
+from gpuboard.launch.output import LineSplitter, Screen
+from gpuboard.transport.connector import Connector
+
+SLURM_REFUSED = (
+    "--detach cannot be combined with GPUs that are reached through a Slurm job; a batch job needs no terminal: "
+    "sbatch --gpus=N --wrap 'gpuboard launch TARGET …'"
+)
+
+
+def lead_elsewhere(
+    config: HeadConfig, context: Context, screen: Screen, outcome: dict[str, Any], detaching: DetachingHead
+) -> int:
+    """Start the head on the first node and hand it what this launch has reserved; return when it has detached.
+
+    ``config`` describes the run as seen from here. Returns 0, or the exit code of a head that ended before. ``outcome``
+    becomes that of such a head; one that has detached will record its own.
+    """
+    first = config.nodes[0]
+    if first.job is not None:
+        raise UsageError(SLURM_REFUSED)
+    there = [_seen_from(node, first) for node in config.nodes]
+    config = msgspec.structs.replace(config, nodes=there, lease=_lease(detaching, context, there))
+    text = LineSplitter()
+    connector = Connector(context.settings)
+    head = RemoteHead(first, connector, lambda printed: screen.lines("err", text.feed(printed)))
+    try:
+        head.start()
+        head.send(config=config.packed())
+        started, message = _follow(head, context, detaching)
+    finally:
+        head.close()
+        connector.close()
+    outcome.clear()
+    if started:
+        detaching.leave(screen, message.encode())
+        return 0
+    outcome |= msgspec.json.decode(message, type=dict[str, Any])
+    return int(outcome["exit_code"])
+
+
+def _follow(head: RemoteHead, context: Context, detaching: DetachingHead) -> tuple[bool, str]:
+    """Return whether the head has detached, and its last message: that of its detaching, or its outcome."""
+    outcome = ""
+    while True:
+        try:
+            line = head.wait()
+        except KeyboardInterrupt:
+            head.send(signal=int(signal.SIGINT))
+            continue
+        if line.kind == "adopted" and detaching.reserved is not None:
+            # The keeper there has sent its first heartbeats, so from here on that one alone holds the lease.
+            keeper.forget(detaching.reserved, context.env)
+            detaching.reserved = None
+            head.send(proceed=True)
+        elif line.kind == "started":
+            return True, line.message
+        elif line.kind == "ended":
+            outcome = line.message
+        elif outcome:
+            return False, outcome
+        else:
+            why = line.message or "it was killed"
+            raise GpuboardError(f"the run's head on {head.node.name} ended before the run was detached: {why}")
+
+
+def _seen_from(node: Node, first: Node) -> Node:
+    """Return how the node ``first`` reaches a node."""
+    return msgspec.structs.replace(node, host=None if node == first else node.host or node.name)
+
+
+def _lease(detaching: DetachingHead, context: Context, nodes: Sequence[Node]) -> dict[str, Any] | None:
+    """Return the record of the lease that the head takes over: what this launch reserved, no other."""
+    if detaching.reserved is None:
+        return None
+    record = keeper.record_of(detaching.reserved, context.env)
+    if record is None:
+        raise GpuboardError(f"lease {detaching.reserved} has no keeper any more; no rank was started")
+    return _handed(record, nodes).plain()
+
+
+def _handed(record: LeaseRecord, nodes: Sequence[Node]) -> LeaseRecord:
+    """Return the record for the keeper of the first node. Its end counts from now: clocks differ between machines."""
+    hosts = {node.name: node.host for node in nodes}
+    kept = [node._replace(host=hosts.get(node.name, node.host or node.name)) for node in record.nodes]
+    left_s = record.until - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return record._replace(nodes=kept, holder=None, session=0, group=0, created=0.0, until=left_s)

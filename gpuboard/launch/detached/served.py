@@ -1,0 +1,87 @@
+"""The process of a detached run's head on the run's first node, which an agent of role ``head`` has started.
+
+Lines of the command arrive on fd 0, those to it go to fd 1, messages for people to fd 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gpuboard.errors import GpuboardError
+from gpuboard.keeper import client as keeper
+from gpuboard.keeper.holder import identify
+from gpuboard.keeper.record import decode
+from gpuboard.launch.detached.remote import FromHead, HeadConfig, unpacked
+from gpuboard.launch.output import Screen
+from gpuboard.launch.parent_watch import Lifeline
+
+
+class ServedHead:
+    """This process, until it detaches: the end of the connection ends the run."""
+
+    def __init__(self) -> None:
+        """Read the config. Raises GpuboardError when the connection ends before that."""
+        self.left = False
+        self._proceed = threading.Event()
+        self._data = b""
+        while b"\n" not in self._data:
+            data = os.read(0, 65536)
+            if not data:
+                raise GpuboardError("no config on standard input: this option is for gpuboard itself")
+            self._data += data
+        line, _, self._data = self._data.partition(b"\n")
+        self.config: HeadConfig = unpacked(msgspec.json.decode(line)["config"])
+        self.line = Lifeline(0, lambda: os.kill(os.getpid(), signal.SIGINT), self._received)
+
+    def adopt(self, env: Mapping[str, str]) -> None:
+        """Take over the lease, if there is one: return once the command's keeper has given it up.
+
+        Raises KeeperError. If the connection ends before that, both keepers release it.
+        """
+        if self.config.lease is None:
+            return
+        record = decode(self.config.lease)
+        mine = keeper.record(record.lease, record.nodes, record.settings, identify(os.getpid()), record.until)
+        handed = keeper.hand_over(mine, env)  # its first heartbeats have been sent
+        self._send(FromHead("adopted"))
+        self._proceed.wait()
+        handed.confirm()
+
+    def leave(self, screen: Screen, message: bytes) -> None:
+        """Leave the pipes to the command, after one line to it. In the main thread only."""
+        self.left = True
+        self.line.then(lambda: None)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        screen.settle(1.0)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 2)
+        self._send(FromHead("started", message.decode()))
+        os.dup2(null, 1)
+        os.close(null)
+
+    def ended(self, outcome: Mapping[str, Any]) -> None:
+        """Report the end of a run that has not been detached."""
+        self._send(FromHead("ended", msgspec.json.encode(outcome).decode()))
+
+    def _send(self, line: FromHead) -> None:
+        with contextlib.suppress(OSError):  # the connection's end is handled where it is read
+            data = memoryview(msgspec.json.encode(line) + b"\n")
+            while data:
+                data = data[os.write(1, data) :]
+
+    def _received(self, data: bytes) -> None:
+        *lines, self._data = (self._data + data).split(b"\n")
+        for line in lines:
+            request: dict[str, Any] = msgspec.json.decode(line)
+            if "proceed" in request:
+                self._proceed.set()
+            elif "signal" in request:
+                os.kill(os.getpid(), request["signal"])
