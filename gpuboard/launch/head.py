@@ -106,7 +106,7 @@ class Head:
         self._stop_at: float | None = None  # when the ranks were sent SIGTERM, monotonic
         self._grace_s = plan.options.grace_s
         self._terminated_at: float | None = None  # when the first SIGTERM was forwarded, monotonic
-        self._running_since = 0.0  # when all ranks have been running, monotonic
+        self._running_since: float | None = None  # when the last rank began to run, monotonic
         self._countdown = -1  # seconds shown last
         self._sweeping: set[str] = set()  # lost nodes on which a second supervisor ends what is left
         self._spared: list[int] = []  # ranks that get SIGTERM ``exit_wait_s`` later than the others
@@ -376,9 +376,10 @@ class Head:
     def _notify_started(self, now: float) -> None:
         if self._started_hook is None or not self._gate_open or self._stopping() or self._watch.cause is not None:
             return
-        if self._state == "starting":
-            self._running_since = now
-        if now - self._running_since >= self._timing.started_s or self._stalls.verdict is not None:
+        if self._state != "starting":
+            self._running_since = self._running_since or now
+        long_enough = self._running_since is not None and now - self._running_since >= self._timing.started_s
+        if long_enough or self._stalls.verdict is not None:
             self._save()
             hook, self._started_hook = self._started_hook, None
             hook()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from gpuboard import __version__
 from tests.hosts import Host
 from tests.integration.launch_lab import kill, write_torch
 from tests.integration.test_launch_nodes import HOME, claims, left, put
@@ -62,7 +66,7 @@ def kept(host: Host) -> list[str]:
 def test_a_run_on_other_nodes_survives_the_reboot_of_the_login_node(lab: Cluster) -> None:
     login, gpu01 = lab["login1"], lab["gpu01"]
     done = login.run(launch("gpu01:0@gpu02:1"))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     run = json.loads(done.stdout)["run"]
     assert (run["state"], run["head"]["host"]) == ("running", "gpu01")
     assert len(claims(lab)) == 2
@@ -76,3 +80,47 @@ def test_a_run_on_other_nodes_survives_the_reboot_of_the_login_node(lab: Cluster
     assert run_state(gpu01, run["id"])["exit_code"] == 0
     until(lambda: not claims(lab), "its lease is released", 30)
     until(lambda: not [p for p in left(lab) if "keeper" not in " ".join(p)], "its processes end", 30)
+
+
+def test_until_it_is_detached_a_run_on_other_nodes_ends_with_its_command(lab: Cluster) -> None:
+    login = lab["login1"]
+    put(login, "script.py", "import sys\nsys.exit(3)\n")
+    done = login.run(launch("gpu01:0@gpu02:1", "--status-file", "status.json"))
+    assert done.returncode == 3
+    assert "rank 0 (gpu01:0) ended with exit code 3" in done.stderr
+    outcome = json.loads(done.stdout)
+    assert (outcome["exit_code"], outcome["run"]["state"]) == (3, "failed")
+    assert json.loads(login.path(f"{HOME}/status.json").read_text()) == outcome
+    until(lambda: not claims(lab), "its lease is released", 30)
+
+    put(login, "script.py", UNTIL_TOLD)
+    put(login, "fake/sitecustomize.py", "import os, time\nif 'RANK' in os.environ: time.sleep(600)\n")
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        with login.popen(launch("gpu01:0@gpu02:1"), user="alice") as process:
+            until(lambda: len([p for p in left(lab) if "script.py" in p]) == 2, "its ranks start", 60)
+            process.send_signal(number)
+            assert process.wait(30) == code
+        until(lambda: not claims(lab), "its lease is released", 30)
+        until(lambda: not [p for p in left(lab) if "keeper" not in " ".join(p)], "its processes end", 30)
+
+
+def test_a_first_node_that_cannot_lead_the_run_is_named_with_the_cure(lab: Cluster) -> None:
+    login, gpu01, gpu02 = lab["login1"], lab["gpu01"], lab["gpu02"]
+    gpu02.firewall(f"add rule inet t in ip saddr {gpu01.address} tcp dport 22 reject")
+    done = login.run(launch("gpu01:0@gpu02:1"))
+    assert done.returncode == 1
+    assert "gpu01 cannot lead this run: the keeper refused the lease: gpu02:" in done.stderr
+    assert "without the ssh agent of this login; `ssh gpu01 ssh gpu02 true` shows whether it can" in done.stderr
+    until(lambda: not claims(lab), "its lease is released", 30)
+    gpu02.firewall()
+
+    python = os.path.realpath(sys.executable)
+    gpu01.run(["mount", "--bind", "/dev/null", python], user="root", check=True)
+    try:
+        done = login.run(launch("gpu01:0@gpu02:1"))
+    finally:
+        gpu01.run(["umount", python], user="root", check=True)
+    assert done.returncode == 1
+    assert f"gpu01 cannot lead a detached run: gpuboard {__version__} is needed there" in done.stderr
+    assert "gpuboard: No such file or directory); install it on gpu01, or run" in done.stderr
+    assert not claims(lab)

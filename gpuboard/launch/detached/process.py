@@ -14,6 +14,7 @@ import socket
 import sys
 from typing import Protocol
 
+from gpuboard.agent.command_runner import SI_KERNEL
 from gpuboard.launch.output import Screen
 from gpuboard.launch.parent_watch import Lifeline
 from gpuboard.transport.spawn import inheritable
@@ -34,8 +35,8 @@ class WaitingCommand:
         message = b""
         while not message.endswith(b"\n"):
             received = signal.sigtimedwait(_FORWARDED, _POLL_S)
-            # ctrl-C (sent by the kernel: no pid) reaches the head too, which is in the same process group.
-            if received is not None and received.si_pid:
+            # The kernel sends ctrl-C to the head too, which is in the same process group.
+            if received is not None and received.si_code != SI_KERNEL:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, received.si_signo)
             while select.select([self._connection], [], [], 0)[0]:

@@ -43,13 +43,21 @@ class ServedHead:
     def adopt(self, env: Mapping[str, str]) -> None:
         """Take over the lease, if there is one: return once the command's keeper has given it up.
 
-        Raises KeeperError. If the connection ends before that, both keepers release it.
+        Raises GpuboardError. If the connection ends before that, both keepers release it.
         """
         if self.config.lease is None:
             return
         record = decode(self.config.lease)
         mine = keeper.record(record.lease, record.nodes, record.settings, identify(os.getpid()), record.until)
-        handed = keeper.hand_over(mine, env)  # its first heartbeats have been sent
+        try:
+            handed = keeper.hand_over(mine, env)  # its first heartbeats have been sent
+        except keeper.KeeperError as error:
+            name, others = self.config.nodes[0].name, [node.host for node in self.config.nodes if node.host]
+            cure = f"; `ssh {name} ssh {others[0]} true` shows whether it can" if others else ""
+            raise GpuboardError(
+                f"{name} cannot lead this run: {error}\n  its head has to reach the other nodes by ssh from {name}, "
+                f"without the ssh agent of this login{cure}"
+            ) from error
         self._send(FromHead("adopted"))
         self._proceed.wait()
         handed.confirm()
