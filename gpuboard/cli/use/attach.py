@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import queue
 import signal
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import whole
+from gpuboard.cli.run_access import add_node, opened_run
 from gpuboard.cli.stderr import report
 from gpuboard.errors import GpuboardError
-from gpuboard.launch.output import LineSplitter, Relay, Screen
-from gpuboard.launch.runs.control import ControlRequest, ask
-from gpuboard.launch.runs.folder import FINAL, RunView, alive, find_run, judged, read_state
-from gpuboard.launch.runs.follow import FollowedFile
+from gpuboard.launch.output import STREAMS, LineSplitter, Relay, Screen, Stream
+from gpuboard.launch.runs.access import RunAccess, persistently
+from gpuboard.launch.runs.control import ControlRequest
+from gpuboard.launch.runs.folder import FINAL, RunView
 
 NAME = "attach"
 HELP = "show a run's output and messages until it ends; exit with its exit code"
 
-_POLL_S = 0.2
+_MESSAGES = "head.log"
+_LINE = 512  # bytes of a line at the end of a file, on average, that are read at most
 _BACKLOG = 8 * 2**20  # characters not yet written to a slow terminal, above which no more are read
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
@@ -30,73 +33,111 @@ _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="the run's id, its start, or `last`; default: last")
-    parser.add_argument("--lines", type=whole(0, 10**6), default=5, metavar="N",
+    parser.add_argument("--lines", type=whole(0, 10**4), default=5, metavar="N",
                         help="show the last N lines of each rank's stdout and stderr first; default: 5")  # fmt: skip
+    add_node(parser)
     parser.epilog = (
         "ctrl-C ends this command, not the run. USR1, USR2 and TERM are passed on to the ranks.\n\n"
-        "examples:\n  gpuboard attach\n  gpuboard attach r7kq --lines 0"
+        "examples:\n  gpuboard attach\n  gpuboard attach r7kq --lines 0\n  gpuboard attach last --node gpu01"
     )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Follow the run to its end; return its exit code, or 130 after ctrl-C."""
-    view = find_run(context.env, args.run or "last")
-    if view.state not in FINAL and alive(view.head) is None:
-        raise GpuboardError(f"run {view.id} was launched on {view.head.host}; use `gpuboard attach {view.id}` there")
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in _FORWARDED:
-        signal.signal(number, lambda number, _frame: received.put(number))
-    try:
-        with contextlib.closing(Screen(sys.stdout, sys.stderr)) as screen:
-            view = _follow(view, screen, args.lines, received)
-    except KeyboardInterrupt:
-        report(f"run {view.id} goes on; `gpuboard stop {view.id}` stops it, `gpuboard attach {view.id}` returns to it")
-        return 128 + signal.SIGINT
+    with opened_run(context, args.run or "last", args.node) as found:
+        view = found.view()
+        for number in _FORWARDED:
+            signal.signal(number, lambda number, _frame: received.put(number))
+        try:
+            with contextlib.closing(Screen(sys.stdout, sys.stderr)) as screen:
+                view = _Attached(found, view, screen, args.lines).follow(received)
+        except KeyboardInterrupt:
+            report(f"run {view.id} goes on; `gpuboard stop {view.id}` stops it, `gpuboard attach {view.id}` returns")
+            return 128 + signal.SIGINT
     report(f"run {view.id} {view.state}")
     return 1 if view.exit_code is None else view.exit_code
 
 
-def _follow(view: RunView, screen: Screen, lines: int, received: queue.SimpleQueue[int]) -> RunView:
-    """Show what the run writes until it ends; return its final state."""
-    folder = Path(view.folder)
-    relay = Relay({rank.rank: f"{rank.node}:{rank.index}" for rank in view.ranks}, None, screen, mark=lambda *_: "")
-    files = [
-        (rank.rank, stream, FollowedFile(folder / f"rank-{rank.rank}.{stream}", lines))
-        for rank in view.ranks
-        for stream in ("out", "err")
-    ]
-    log, messages = FollowedFile(folder / "head.log", lines), LineSplitter()
-    while True:
-        view = _state(view)  # before reading, so that nothing of an ended run is missed
-        moved = False
-        for rank, stream, file in files:
-            if text := file.read():
+class _Attached:
+    """One run whose output is shown."""
+
+    def __init__(self, run: RunAccess, view: RunView, screen: Screen, lines: int) -> None:
+        self._run = run
+        self._view = view
+        self._screen = screen
+        self._lines = lines
+        labels = {rank.rank: f"{rank.node}:{rank.index}" for rank in view.ranks}
+        self._relay = Relay(labels, None, screen, mark=lambda *_: "")
+        self._messages = LineSplitter()
+        self._show: dict[str, Callable[[str], None]] = {_MESSAGES: self._show_messages}
+        for rank in labels:
+            for stream in STREAMS:
+                self._show[f"rank-{rank}.{stream}"] = self._shown(rank, stream)
+        self._offsets = dict.fromkeys(self._show, 0)
+        # a piece may end inside a character
+        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in self._show}
+
+    def follow(self, received: queue.SimpleQueue[int]) -> RunView:
+        """Show the last lines, then what follows until the run ends; return its final state."""
+        self._show_last()
+        while True:
+            self._view = persistently(self._run.view, report)  # before reading: nothing of an ended run is missed
+            moved = self._show_new()
+            while not received.empty():
+                self._forward(received.get())
+            if not moved and self._view.state in FINAL:
+                break
+            while not moved or self._screen.backlog > _BACKLOG:
                 moved = True
-                relay.output(rank, "err" if stream == "err" else "out", text.encode())
-        screen.lines("err", [line.partition(" ")[2] for line in messages.feed(log.read())])  # without their times
-        while not received.empty():
-            _forward(view, received.get())
-        if not moved and view.state in FINAL:
-            break
-        while not moved or screen.backlog > _BACKLOG:
-            moved = True
-            time.sleep(_POLL_S)
-    for ended in view.ranks:
-        relay.ended(ended.rank)
-    for verdict in view.verdicts if view.exit_code is None else []:
-        screen.lines("err", [f"gpuboard: {verdict.text}"])
-    return view
+                time.sleep(self._run.poll_s)
+        for rank in self._view.ranks:
+            self._relay.ended(rank.rank)
+        for verdict in self._view.verdicts if self._view.exit_code is None else []:
+            self._screen.lines("err", [f"gpuboard: {verdict.text}"])
+        return self._view
 
+    def _show_last(self) -> None:
+        sizes = persistently(lambda: self._run.sizes(list(self._show)), report)
+        before = {name: max(0, size - self._lines * _LINE) for name, size in sizes.items()}
+        self._offsets |= before
+        ends = dict.fromkeys(sizes, b"")
+        while left := {name: self._offsets[name] for name in sizes if self._offsets[name] < sizes[name]}:
+            pieces = self._read(left)
+            if not pieces:
+                break
+            for name, data in pieces.items():
+                ends[name] += data
+        for name, data in ends.items():
+            lines = data.splitlines(keepends=True)
+            if before[name] and len(lines) > 1:
+                lines = lines[1:]  # its start was not read
+            self._feed(name, b"".join(lines[-self._lines :] if self._lines else []))
 
-def _state(view: RunView) -> RunView:
-    now = read_state(Path(view.folder))
-    if now is None:
-        raise GpuboardError(f"{view.folder}: the run's folder was removed")
-    return judged(now)
+    def _show_new(self) -> bool:
+        pieces = self._read(self._offsets)
+        for name, data in pieces.items():
+            self._feed(name, data)
+        return bool(pieces)
 
+    def _read(self, offsets: dict[str, int]) -> dict[str, bytes]:
+        pieces = persistently(lambda: self._run.read(offsets), report)
+        for name, data in pieces.items():
+            self._offsets[name] += len(data)
+        return pieces
 
-def _forward(view: RunView, number: int) -> None:
-    try:
-        ask(Path(view.folder), ControlRequest("signal", signal=number))
-    except GpuboardError as error:
-        report(f"cannot pass on {signal.Signals(number).name}: {error}")
+    def _feed(self, name: str, data: bytes) -> None:
+        self._show[name](self._decoders[name].decode(data))
+
+    def _shown(self, rank: int, stream: Stream) -> Callable[[str], None]:
+        return lambda text: self._relay.output(rank, stream, text.encode())
+
+    def _show_messages(self, text: str) -> None:
+        """Show the head's messages, without their times."""
+        self._screen.lines("err", [line.partition(" ")[2] for line in self._messages.feed(text)])
+
+    def _forward(self, number: int) -> None:
+        try:
+            self._run.ask(ControlRequest("signal", signal=number))
+        except GpuboardError as error:
+            report(f"cannot pass on {signal.Signals(number).name}: {error}")
