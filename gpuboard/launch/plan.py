@@ -41,6 +41,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     stdin_rank: int | None = None  # the rank that gets this process's standard input; None: no rank
     skip: tuple[str, ...] = ()  # checks that do not keep the gate closed
     preflight_only: bool = False  # start no rank
+    max_restarts: int = 0  # further attempts after a failure
 
 
 class StartRank(msgspec.Struct, frozen=True):
@@ -79,6 +80,8 @@ class StartConfig(msgspec.Struct, frozen=True):
     preimport: bool
     helper_grace_s: float
     stdin_rank: int | None
+    attempt: int  # 1, 2, …: a restart of the run is another attempt
+    max_restarts: int
 
 
 class LaunchPlan(msgspec.Struct, frozen=True):
@@ -89,6 +92,7 @@ class LaunchPlan(msgspec.Struct, frozen=True):
     options: LaunchOptions
     target: Target
     nodes: list[StartConfig]
+    attempt: int = 1
 
 
 def check_rank_map(rank_map: RankMap, known: Collection[str], where: str, device: Device) -> None:
@@ -149,8 +153,9 @@ def launch_plan(
     cwd: str,
     environ: Mapping[str, str],
     options: LaunchOptions,
+    attempt: int = 1,
 ) -> LaunchPlan:
-    """Return the plan of a run on a valid rank map.
+    """Return the plan of a run's first or later ``attempt`` on a valid rank map.
 
     A single node uses 127.0.0.1, not the address in the map: no name service, no firewall. Raises UsageError when the
     master address of several nodes is a loopback address, and for text that is not UTF-8.
@@ -197,9 +202,26 @@ def launch_plan(
             preimport=options.preimport,
             helper_grace_s=options.helper_grace_s,
             stdin_rank=options.stdin_rank,
+            attempt=attempt,
+            max_restarts=options.max_restarts,
         )
 
-    return LaunchPlan(run, rank_map, options, target, [start(node) for node in nodes])
+    return LaunchPlan(run, rank_map, options, target, [start(node) for node in nodes], attempt)
+
+
+def next_attempt(plan: LaunchPlan, rank_map: RankMap, secret: str) -> LaunchPlan:
+    """Return the plan that restarts the run of ``plan``."""
+    first = plan.nodes[0]
+    return launch_plan(
+        rank_map,
+        plan.target,
+        run=plan.run,
+        secret=secret,
+        cwd=first.cwd,
+        environ=first.environ,
+        options=plan.options,
+        attempt=plan.attempt + 1,
+    )
 
 
 def _check_text(words: Mapping[str, str]) -> None:

@@ -50,6 +50,8 @@ def launch_config(
         "lost_head_s": 60,
         "preimport": True,
         "helper_grace_s": 30,
+        "attempt": 1,
+        "max_restarts": 0,
         "stdin_rank": None,
     }
     config.update(changes)

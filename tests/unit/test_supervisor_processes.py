@@ -23,12 +23,12 @@ time.sleep(60)
 """
 
 
-def start_parent(run: str, how: str) -> subprocess.Popen[str]:
+def start_parent(run: str, how: str, attempt: str = "1") -> subprocess.Popen[str]:
     child = subprocess.Popen(
         [sys.executable, "-c", PARENT, how],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "GPUBOARD_RUN": run},
+        env={**os.environ, "GPUBOARD_RUN": run, "GPUBOARD_ATTEMPT": attempt},
     )
     assert read_line(child) == "up\n"
     return child
@@ -51,18 +51,25 @@ def test_process_names_with_brackets_and_blanks(tmp_path: Path) -> None:
 
 
 def test_processes_are_found_by_descent_and_by_environment() -> None:
-    run = f"r{os.getpid()}"
-    bare, marked = start_parent(run, "bare"), start_parent(run, "marked")
+    name = f"r{os.getpid()}"
+    run = {"run": name, "attempt": 1}
+    bare, marked = start_parent(name, "bare"), start_parent(name, "marked", "1")
+    restarted, odd = start_parent(name, "marked", "2"), start_parent(name, "marked", "²")
     of_bare = teardown.descendants(bare.pid, teardown.read_processes())
     assert len(of_bare) == 1
     found = {process.pid for process in teardown.living(run, bare.pid, ())}
     assert of_bare < found  # below bare, without its environment
     assert marked.pid in found  # by its environment, though not below
     assert bare.pid not in found
+    assert odd.pid in found
+    assert restarted.pid not in found, "a guard that ends late leaves the next attempt alone"
+    assert restarted.pid in {process.pid for process in teardown.living(dict(run, attempt=2), bare.pid, ())}
     assert teardown.kill_all(run, bare.pid, [marked.pid], nothing_to_reap, 60.0) == 0
-    assert marked.poll() is None
+    assert (marked.poll(), restarted.poll()) == (None, None)
+    assert teardown.kill_all(dict(run, attempt=2), bare.pid, [marked.pid], nothing_to_reap, 60.0) == 0
+    assert restarted.wait() == -signal.SIGKILL
     assert teardown.living(run, bare.pid, [marked.pid]) == []
-    for child in (bare, marked):
+    for child in (bare, marked, restarted, odd):
         child.kill()
         child.communicate()
 
@@ -71,7 +78,7 @@ def test_a_stopped_process_is_ended() -> None:
     run = f"s{os.getpid()}"
     child = start_parent(run, "marked")
     os.kill(child.pid, signal.SIGSTOP)
-    assert teardown.kill_all(run, os.getpid(), (), nothing_to_reap, 60.0) == 0
+    assert teardown.kill_all({"run": run, "attempt": 1}, os.getpid(), (), nothing_to_reap, 60.0) == 0
     assert child.wait() == -signal.SIGKILL
     child.communicate()
 

@@ -42,7 +42,7 @@ def run(channel: "AgentChannel", config: "Dict[str, Any]") -> None:
     os.close(guard_life)
     if _watch(channel.fd_in, supervisor_life, pid):
         channel.event("stopping", {"reason": teardown.signal_text(signal.SIGTERM)})
-    teardown.kill_all(config["run"], os.getpid(), (), _reap, 4.0)
+    teardown.kill_all(config, os.getpid(), (), _reap, 4.0)
     scratch.remove(config)
 
 

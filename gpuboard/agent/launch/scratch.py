@@ -13,7 +13,8 @@ _SHORT = 60  # characters: the address of a socket has at most 108 bytes (unix(7
 def path(config: "Dict[str, Any]") -> str:
     """Return the folder of a run on its node."""
     parent = os.environ.get("TMPDIR") or "/tmp"
-    return "%s/gpuboard-%s-%d" % (parent if len(parent) <= _SHORT else "/tmp", config["run"], config["node_rank"])
+    names = config["run"], config["node_rank"], config["attempt"]  # an earlier attempt may end late and remove its own
+    return "%s/gpuboard-%s-%d-%d" % (parent if len(parent) <= _SHORT else "/tmp", *names)
 
 
 def create(config: "Dict[str, Any]") -> str:

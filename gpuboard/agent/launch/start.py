@@ -174,8 +174,8 @@ def node_environ(config: "Dict[str, Any]") -> "Dict[str, str]":
             "ROLE_WORLD_SIZE": str(config["world_size"]),
             "ROLE_NAME": "default",
             "TORCHELASTIC_RUN_ID": config["run"],
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RESTART_COUNT": str(config["attempt"] - 1),
+            "TORCHELASTIC_MAX_RESTARTS": str(config["max_restarts"]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             "PYTHONUNBUFFERED": "1",
@@ -183,6 +183,7 @@ def node_environ(config: "Dict[str, Any]") -> "Dict[str, str]":
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": config["cuda_visible_devices"],
             "GPUBOARD_RUN": config["run"],
+            "GPUBOARD_ATTEMPT": str(config["attempt"]),
         }
     )
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

@@ -90,6 +90,9 @@ class Supervisor:
         if self._config["lost_head_s"] is not None:
             self._loop.after(1.0, self._check_head)
         self._channel.send(hello())
+        if self._config["attempt"] > 1:  # whose connection may have been lost: what it left here ends before the ranks
+            earlier = dict(self._config, attempt=self._config["attempt"] - 1)
+            teardown.kill_all(earlier, os.getpid(), [self._guard_pid], self._reap, _KILL_S)
         self._read_calls()  # calls may have arrived in the same read as the start line
         while not self._finished:
             self._loop.turn()
@@ -352,11 +355,11 @@ class Supervisor:
         ):
             self._kill()
         else:  # ranks of other nodes still need the store, until the head calls stop
-            teardown.kill_all(self._config["run"], os.getpid(), self._spared(), self._reap, _KILL_S)
+            teardown.kill_all(self._config, os.getpid(), self._spared(), self._reap, _KILL_S)
             self._check_helpers_after(2.0)
 
     def _helpers(self) -> "Any":
-        return teardown.living(self._config["run"], os.getpid(), self._spared())
+        return teardown.living(self._config, os.getpid(), self._spared())
 
     def _spared(self) -> "Any":
         return [self._guard_pid] + ([self._workers.store_pid] if self._workers.store_pid is not None else [])
@@ -387,7 +390,7 @@ class Supervisor:
         self._finished = True
         self._workers.ending = True
         self._answering.stop()
-        left = teardown.kill_all(self._config["run"], os.getpid(), [self._guard_pid], self._reap, _KILL_S)
+        left = teardown.kill_all(self._config, os.getpid(), [self._guard_pid], self._reap, _KILL_S)
         self._reap()
         self._workers.close()
         scratch.remove(self._config)

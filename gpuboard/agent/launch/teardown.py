@@ -1,7 +1,8 @@
 """Which processes belong to a run, and how all of them are ended.
 
 A process belongs to a run if it descends from the caller (a subreaper, which adopts orphaned processes) or if its
-environment has the run's id (a helper that another process has adopted).
+environment has the run's id (a helper that another process has adopted), and no later attempt than the caller's: a
+guard that ends late must not end the ranks of a restart.
 """
 
 import ctypes
@@ -13,11 +14,12 @@ from gpuboard.agent.proc import pids, read_environ, read_process
 
 MYPY = False
 if MYPY:  # importing typing takes time and is not needed at run time
-    from typing import Callable, Collection, Dict, List, Set
+    from typing import Any, Callable, Collection, Dict, List, Set
 
     from gpuboard.agent.proc import ProcessStat
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_ATTEMPT = b"GPUBOARD_ATTEMPT="
 
 
 def adopt_orphans() -> None:
@@ -53,20 +55,27 @@ def descendants(root: int, processes: "Dict[int, ProcessStat]") -> "Set[int]":
     return found
 
 
-def carries(pid: int, variable: bytes) -> bool:
-    """Whether the initial environment of the process contains ``variable`` (NAME=value)."""
-    return variable in (read_environ(pid) or ())  # None: ended, or another user's
+def carries(pid: int, run: bytes, attempt: int) -> bool:
+    """Whether the initial environment of the process has ``run`` (GPUBOARD_RUN=…), and not a later attempt of it."""
+    environ = read_environ(pid) or ()  # None: ended, or another user's
+    if run not in environ:
+        return False
+    numbers = [entry[len(_ATTEMPT) :] for entry in environ if entry.startswith(_ATTEMPT)]
+    return not any(number.isdigit() and int(number) > attempt for number in numbers)
 
 
-def living(run: str, root: int, spare: "Collection[int]") -> "List[ProcessStat]":
-    """Return the processes of ``run``: below ``root`` or with its GPUBOARD_RUN, without zombies and ``spare``."""
+def living(config: "Dict[str, Any]", root: int, spare: "Collection[int]") -> "List[ProcessStat]":
+    """Return the processes of the run: below ``root`` or with its GPUBOARD_RUN, without zombies and ``spare``."""
     processes = read_processes()
     below = descendants(root, processes)
-    variable = b"GPUBOARD_RUN=" + run.encode("utf-8", "surrogateescape")
+    run = b"GPUBOARD_RUN=" + config["run"].encode("utf-8", "surrogateescape")
     return [
         process
         for pid, process in processes.items()
-        if process.state not in "ZX" and pid != root and pid not in spare and (pid in below or carries(pid, variable))
+        if process.state not in "ZX"
+        and pid != root
+        and pid not in spare
+        and (pid in below or carries(pid, run, config["attempt"]))
     ]
 
 
@@ -79,7 +88,9 @@ def send_signal(pid: int, number: int) -> bool:
     return True
 
 
-def kill_all(run: str, root: int, spare: "Collection[int]", reap: "Callable[[], None]", timeout_s: float) -> int:
+def kill_all(
+    config: "Dict[str, Any]", root: int, spare: "Collection[int]", reap: "Callable[[], None]", timeout_s: float
+) -> int:
     """Send SIGKILL to every process of the run until none is found twice in a row; return how many are left.
 
     SIGKILL also ends stopped processes. Those in uninterruptible sleep after ``timeout_s`` are counted. ``reap`` is
@@ -88,7 +99,7 @@ def kill_all(run: str, root: int, spare: "Collection[int]", reap: "Callable[[], 
     until = time.monotonic() + timeout_s
     empty = 0
     while True:
-        found = living(run, root, spare)
+        found = living(config, root, spare)
         empty = 0 if found else empty + 1
         if empty == 2:
             return 0
