@@ -155,13 +155,10 @@ def test_a_folder_that_cannot_be_created_is_an_error_with_a_remedy(tmp_path: Pat
         RunFolder({"XDG_STATE_HOME": str(tmp_path / "file")}, "rabc")
 
 
-def test_a_state_that_cannot_be_written_is_reported_once(env: dict[str, str]) -> None:
+def test_a_state_that_cannot_be_written_is_reported(env: dict[str, str]) -> None:
     folder = RunFolder(env, "rabc")
     (folder.path / "state.json").mkdir()
-    messages = [folder.keep("state.json", view("rabc", run_folder.this_head())) for _ in range(2)]
-    assert messages[0] is not None
-    assert "Is a directory" in messages[0]
-    assert messages[1] is None
+    assert "Is a directory" in (folder.keep("state.json", view("rabc", run_folder.this_head())) or "")
 
 
 def test_the_control_socket_works_under_a_long_path(tmp_path: Path) -> None:

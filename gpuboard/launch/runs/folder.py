@@ -133,15 +133,13 @@ class RunFolder:
                 f"{self.path}: cannot create the run's folder: {error.strerror}; "
                 "set XDG_STATE_HOME to a folder that you can write to"
             ) from error
-        self._failed = False
 
     def keep(self, name: str, value: object) -> str | None:
-        """Write ``value`` as JSON; return a message at the first failure. A full disk must not end a run."""
+        """Write ``value`` as JSON; return a message if that fails. A full disk must not end a run."""
         try:
             files.write_private(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
         except OSError as error:
-            first, self._failed = not self._failed, True
-            return incomplete(self.path / name, error) if first else None
+            return incomplete(self.path / name, error)
         return None
 
     def log(self, lines: Iterable[str]) -> None:
