@@ -68,6 +68,7 @@ class Cause(msgspec.Struct, frozen=True):
     evidence: str = ""
     symptom: Symptom = "own"
     at: float = 0.0
+    place: str = ""  # type and line of an exception: the same for the same failure of any rank
 
 
 class FailureWatch:
@@ -376,7 +377,8 @@ class FailureWatch:
         symptom = symptom_of(f"{event.type}: {event.message} {event.note}")
         hint = "" if event.rank == self._stdin_rank else hint
         node = self.ranks[event.rank].node
-        self._candidates.append(Cause("raised", event.rank, node, text, hint, symptom=symptom, at=now))
+        origin = f"{clean(event.type)}{place}" if event.file else ""
+        self._candidates.append(Cause("raised", event.rank, node, text, hint, symptom=symptom, at=now, place=origin))
 
     def _on_exited(self, event: events.Exited, now: float) -> None:
         self.exits[event.rank] = event

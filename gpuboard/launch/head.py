@@ -27,6 +27,7 @@ from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.preflight.check import Check, check_text, grouped
 from gpuboard.launch.preflight.checks import failed, interfaces, preflight, skipped
 from gpuboard.launch.preflight.collect import PreflightCalls
+from gpuboard.launch.restarts.rules import attempt_text, pause_s, restarts, same_failure_text
 from gpuboard.launch.runs.control import ControlRequest, ControlServer
 from gpuboard.launch.runs.folder import FINAL, RunFolder, RunState, RunView, VerdictView, this_head
 from gpuboard.launch.stalls.follower import ExplainRequest, StallFollower
@@ -57,7 +58,7 @@ class SignalReceived(msgspec.Struct, frozen=True):
 
 
 class Head:
-    """One run, from its plan to its exit code."""
+    """One attempt of a run, from its plan to its exit code."""
 
     def __init__(
         self,
@@ -70,11 +71,16 @@ class Head:
         read_gpus: GpuReader | None,
         script_checks: Sequence[Check] = (),
         started: Callable[[], None] | None = None,
+        read_lease: GpuReader | None = None,
+        before: Head | None = None,
+        change: str = "",
         timing: HeadTiming = DEFAULT_TIMING,
     ) -> None:
         """``nodes``: how to reach each node of the plan. ``read_gpus`` starts a reading and passes it to its argument;
         None: the run needs no GPUs. ``script_checks`` belong to the results of preflight. ``started`` is called once
-        all ranks have run for ``started_s``, or stall before; not if one fails before."""
+        all ranks have run for ``started_s``, or stall before; not if one fails before. ``read_lease`` reads the GPUs
+        of the whole lease before a restart; None: the run uses all of them. ``before``: the attempt that this one
+        follows; ``change``: what differs from it."""
         self._plan = plan
         self._folder = folder
         self._screen = screen
@@ -86,10 +92,12 @@ class Head:
         self._supervisors = Supervisors(plan, nodes, connector, self._inbox, timing)
         self._watch = FailureWatch(plan, timing)
         on_gpus = plan.options.device == "cuda"
+        kept = len(list(folder.path.glob("stall-*.json"))) if before else 0
         self._stalls = StallFollower(
-            self._supervisors, nodes, self._watch, on_gpus=on_gpus, keep=self._write, notify=self._print
+            self._supervisors, nodes, self._watch, on_gpus=on_gpus, keep=self._write, notify=self._print, kept=kept
         )
-        self._logs = Logs(folder.path, self._report_incomplete)
+        heading = f"--- {attempt_text(plan)} at {iso(time.time())} ---" if before else ""
+        self._logs = Logs(folder.path, self._report_incomplete, heading)
         self._incomplete = False  # the run's folder cannot be written
         labels = {rank: f"{view.node}:{view.index}" for rank, view in self._watch.ranks.items()}
         self._relay = Relay(labels, self._logs, screen, mark=self._watch.mark)
@@ -117,14 +125,25 @@ class Head:
         self._stdin: StdinReader | None = None
         self._view: RunView | None = None
         self._failed_at = 0.0  # epoch seconds; 0: no failure yet
+        self._read_lease = read_lease
+        self._before = before
+        self._view_before = before.view() if before else None
+        self._failure_before = before.failure if before else ""
+        self._change = change
+        self._stopped: VerdictView | None = None  # the run, between two attempts
+        self._stop_asked: tuple[str, int] | None = None  # by the user: the reason and the exit code
+        self._control_server: ControlServer | None = None
+        self._handlers: dict[int, Any] = {}  # of signals, to be restored
+        self.continues = False  # another attempt follows, which takes over control socket and signals
 
     # the run
 
     def run(self) -> int:
         """Lead the run to its end; return the exit code. To be called in the main thread."""
-        restore = self._catch_signals()
-        control = self._listen()  # both before state.json exists: a run that can be seen can be stopped
+        self._catch_signals()
+        self._listen()  # both before state.json exists: a run that can be seen can be stopped
         try:
+            self._begin()
             self._write("plan.json", shown(self._plan))
             self._write("rank_map.json", self._plan.rank_map)
             self._save()
@@ -133,14 +152,16 @@ class Head:
                 self._go()
                 self._pump(lambda: self._watch.emptied, None)
             code = self._finish()
+            if self._restarts(code):
+                code = self._pause(code)
         finally:
-            if control is not None:
-                control.close()
+            if self._control_server is not None and not self.continues:
+                self._control_server.close()
             if self._stdin is not None:
                 self._stdin.stop()
             self._supervisors.close()
             self._logs.close()
-            for number, handler in restore.items():
+            for number, handler in self._handlers.items() if not self.continues else ():
                 signal.signal(number, handler)
         return code
 
@@ -148,13 +169,30 @@ class Head:
         """Stop the run as `gpuboard stop` does; from any thread and at any time."""
         self._inbox.put(ControlRequest("stop", None, reason))
 
-    def _listen(self) -> ControlServer | None:
+    def _listen(self) -> None:
+        if self._before is not None:
+            self._control_server = self._before._control_server
+            if self._control_server is not None:
+                self._control_server.handle = self._control
+            return
         try:
-            return ControlServer(self._folder.path, self._control)
+            self._control_server = ControlServer(self._folder.path, self._control)
         except OSError as error:  # a file system without sockets
             why = f"{self._folder.path}: cannot create the control socket: {error.strerror}"
             self._print(f"{why}; `gpuboard stop` will not work for this run, ctrl-C does")
-            return None
+
+    def _begin(self) -> None:
+        """Take over from the attempt before, with the requests that it has not handled."""
+        if self._before is None:
+            return
+        before, self._before = self._before, None
+        self._screen.unpin()
+        self._print(attempt_text(self._plan) + (f": {self._change}" if self._change else ""))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = before._inbox.get_nowait()
+                if isinstance(item, (SignalReceived, ControlRequest, ExplainRequest)):
+                    self._inbox.put(item)
 
     @property
     def logs_complete(self) -> bool:
@@ -163,22 +201,36 @@ class Head:
 
     def view(self) -> RunView:
         """Return the run as ``runs --json`` shows it."""
-        watch = self._watch
+        watch, before = self._watch, self._view_before
         for rank, line in self._relay.last_line.items():
             tail = self._relay.errors.get(rank)
             watch.note_output(rank, line, tail[-1] if tail else "")
+        found = [*self._verdicts(), *([self._stopped] if self._stopped else [])]
+        found = [msgspec.structs.replace(verdict, attempt=self._plan.attempt) for verdict in found]
         return RunView(
             id=self._plan.run,
             lease=self._plan.rank_map.lease,
             target=" ".join([self._plan.target.words(), *self._plan.target.args]),
-            started=iso(self._started),
+            started=before.started if before else iso(self._started),
             state=self._state,
             exit_code=self._exit_code() if self._state in FINAL else None,
             ranks=list(watch.ranks.values()),
-            verdicts=self._verdicts(),
+            verdicts=[*(before.verdicts if before else ()), *found],
             head=this_head(),
             folder=str(self._folder.path),
+            attempt=self._plan.attempt,
         )
+
+    @property
+    def failure(self) -> str:
+        """What this attempt failed of: the same text for the same failure."""
+        place = self._watch.cause.place if self._watch.cause else ""
+        return place or next((verdict.text for verdict in self._verdicts()), "")
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The newest reading of the GPUs."""
+        return self._preflight_calls.snapshot
 
     # preflight
 
@@ -399,6 +451,7 @@ class Head:
 
     def _stop(self, reason: str, code: int, grace_s: float | None) -> None:
         """Stop the run for the user; a second request ends it at once."""
+        self._stop_asked = self._stop_asked or (reason, code)
         if self._stop_at is not None:  # second request, or the run has failed: never later than announced
             left = max(0.0, self._stop_at + self._grace_s - time.monotonic())
             grace_s = min(grace_s or 0.0, left)
@@ -474,6 +527,8 @@ class Head:
             self._relay.ended(rank)
         code = self._exit_code()
         self._state = "done" if code == 0 else "stopped" if self._stop_code is not None else "failed"
+        if self._restarts(code):
+            self._state = "preflight"  # of the next attempt: the run is not over
         if refused:
             count = len(failed(self.checks))
             self._print(f"preflight failed: {count} check{'' if count == 1 else 's'}; no rank was started")
@@ -481,12 +536,38 @@ class Head:
             self._print("preflight passed; no rank was started (--preflight-only)")
         for line in self._watch.summary() if self._gate_open else []:
             self._print(line)
+        if code != 0 and self._failure_before and self._failure_before == self.failure:
+            self._print(same_failure_text(self._plan, self.failure))
         if code != 0:
             ran = format_duration(round((self._failed_at or time.time()) - self._started))
             at = time.strftime("%H:%M:%S", time.localtime(self._failed_at or None))
-            self._print(f"exit code {code} at {at} after {ran}; logs: {self._folder.path}")
+            which = f"{attempt_text(self._plan)}: " if self._plan.options.max_restarts else ""
+            self._print(f"{which}exit code {code} at {at} after {ran}; logs: {self._folder.path}")
         self._save()  # last: who reads that the run has ended finds all messages
         return code
+
+    def _restarts(self, code: int) -> bool:
+        return restarts(self._plan, code, opened=self._gate_open, asked=self._stop_asked is not None)
+
+    def _pause(self, code: int) -> int:
+        """Wait before the next attempt, and read the lease's GPUs. Return ``code``, or that of a stop meanwhile."""
+        wait_s = pause_s(self._plan.attempt, self._timing)
+        self._print(f"attempt {self._plan.attempt + 1} in {wait_s:.0f} s (ctrl-C: end the run)")
+        self._preflight_calls.snapshot = None
+        if self._read_lease is not None:
+            self._read_lease(self._inbox.put)
+        self._pump(lambda: self._stop_asked is not None, time.monotonic() + wait_s)
+        read = self._read_lease is None
+        self._pump(lambda: self._stop_asked is not None or read or self.snapshot is not None, None)
+        if self._stop_asked is None:
+            self.continues = True
+            return code
+        reason, self._stop_code = self._stop_asked
+        self._stopped = VerdictView(iso(time.time()), "stopped", None, None, reason)
+        self._state = "stopped"
+        self._print(f"{reason}: stopped before attempt {self._plan.attempt + 1}; logs: {self._folder.path}")
+        self._save()
+        return self._exit_code()
 
     def _exit_code(self) -> int:
         if self._stop_code is not None:
@@ -501,13 +582,18 @@ class Head:
 
     # signals, control, messages
 
-    def _catch_signals(self) -> dict[int, Any]:
+    def _catch_signals(self) -> None:
         def caught(number: int, _frame: FrameType | None) -> None:
             self._inbox.put(SignalReceived(number))
 
+        if self._before is not None:
+            self._handlers = self._before._handlers
+            for number in self._handlers:
+                signal.signal(number, caught)
+            return
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
         ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup; `&` in sh
-        return {number: signal.signal(number, caught) for number in ours}
+        self._handlers = {number: signal.signal(number, caught) for number in ours}
 
     def _on_signal(self, number: int, now: float) -> None:
         if number == signal.SIGINT:
@@ -524,6 +610,7 @@ class Head:
             kill = ""
             if number == signal.SIGTERM:
                 self._terminated_at = self._terminated_at or now
+                self._stop_asked = self._stop_asked or ("SIGTERM", 128 + number)
                 kill = "" if self._stopping() else f"; SIGKILL in {self._grace_left(now):.0f} s"
             self._print(f"forwarding {signal_name(number)} to {rank_words(self._watch.running)}{kill}")
             self._watch.note_forwarded(number)

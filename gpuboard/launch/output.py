@@ -191,6 +191,11 @@ class Screen:
         if self._terminals["err"]:
             self._draw("err", line)
 
+    def unpin(self) -> None:
+        """Show unfinished lines of the ranks again."""
+        self._pinned = False
+        self._erase()
+
     def _draw(self, stream: Stream, line: str) -> None:
         if self.backlog:
             return
@@ -215,9 +220,12 @@ class Screen:
 class Logs:
     """The files ``rank-<R>.out`` and ``rank-<R>.err``: the ranks' output, unchanged."""
 
-    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, report: Callable[[str], None], heading: str = "") -> None:
+        """``heading``: a line that precedes the output in each file, that of an earlier attempt of the run aside."""
         self._folder = folder
         self._report = report
+        self._heading = f"\n{heading}\n".encode() if heading else b""
+        self._begun: set[str] = set()
         self._files: dict[str, BinaryIO] = {}
         self.failed = False
 
@@ -229,6 +237,9 @@ class Logs:
                 if len(self._files) >= _OPEN_FILES:
                     self.close()
                 self._files[name] = (self._folder / name).open("ab", buffering=0)
+                if self._heading and name not in self._begun:
+                    self._begun.add(name)
+                    self._files[name].write(self._heading)
             self._files[name].write(data)
         except OSError as error:
             if not self.failed:

@@ -26,6 +26,9 @@ class HeadTiming(msgspec.Struct, frozen=True):
     cause_wait_s: float = 1.0
     # longest wait for a supervisor that does not answer pings, before the failures of other nodes are evaluated
     supervisor_wait_s: float = 4.0
+    # pause before the first restart of a run, and its limit: twice as long each time
+    restart_pause_s: float = 1.0
+    restart_pause_max_s: float = 60.0
     # from an exception to SIGTERM for the rank that raised it: exit handlers, uploads
     exit_wait_s: float = 1.5
     # longest grace once a node is lost: no collective can finish, and every node is to be empty within 5 s

@@ -18,7 +18,7 @@ import pytest
 from tests.hosts import ADDRESSES, Host, Running
 from tests.integration.launch_lab import FAMILY, SLEEP, wait_up, write_torch
 from tests.nodes import Cluster
-from tests.nvml import Gpu
+from tests.nvml import LOST, Gpu
 from tests.waiting import Stopwatch, read_line, until
 
 pytestmark = pytest.mark.nodes
@@ -329,6 +329,40 @@ def test_a_gpu_of_the_lease_that_another_user_occupies_is_refused(lab: Cluster) 
     assert done.returncode == 7
     assert "fail GPU: gpu02: GPU 3 runs processes of others" in done.stderr
     assert "bob" in done.stderr
+
+
+def test_a_restart_leaves_out_a_lost_gpu_and_uses_another_node_of_the_lease(lab: Cluster) -> None:
+    login = lab["login1"]
+    words = ["gpuboard", "allocate", "--gpus", "gpu01:0,1@gpu02:3", "--for", "10m", "--detach", "--format", "json"]
+    lease = json.loads(login.run(words, check=True).stdout)["lease"]["id"]
+    script = """
+import os, subprocess, time
+from torch.distributed import meet
+meet()
+print("up", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    while os.environ["RANK"] == "0" or not os.path.exists("fail"):
+        time.sleep(0.02)
+    raise RuntimeError("CUDA error: unspecified launch failure")
+while not os.path.exists("finish"):
+    time.sleep(0.02)
+"""
+    options = ("--device", "cuda", "--max-restarts", "1")
+    with launched(lab, script, *options, gpus=("--lease", lease, "--n", "2")) as process:
+        wait_up(process, 2)
+        lab["gpu01"].script([Gpu(trouble=(f"fault * {LOST}",)) if n == 1 else Gpu() for n in range(8)])
+        put(login, "fail", "")
+        wait_up(process, 2)
+        assert [p for p in left(lab) if "sleep" in p] == [], "what the first attempt started has ended"
+        put(login, "finish", "")
+        _, err = process.communicate(timeout=60)
+        login.run(["rm", "fail", "finish"], check=True)
+    assert process.returncode == 0, err
+    assert "gpuboard: attempt 2 of 2: on gpu01:0@gpu02:3; left out: gpu01: GPU 1 " in err
+    view = json.loads(login.run(["gpuboard", "runs", "--json"], check=True).stdout)["runs"][-1]
+    assert (view["state"], view["attempt"], [rank["node"] for rank in view["ranks"]]) == ("done", 2, ["gpu01", "gpu02"])
+    assert [(verdict["attempt"], verdict["rank"]) for verdict in view["verdicts"]] == [(1, 1)]
 
 
 def test_a_lease_taken_with_nodes_is_enough_without_a_config(lab: Cluster) -> None:

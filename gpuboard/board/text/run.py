@@ -47,7 +47,8 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
         words = f"launched on {clean(view.head.host)}; only there can gpuboard check that it runs; written {age} ago"
         lines.append(("Elsewhere", words, "warn"))
     for verdict in view.verdicts:
-        lines.append(("Why", clean(verdict.text, 600), "warn" if view.state == "stopped" else "bad"))
+        name = "Why" if verdict.attempt == view.attempt else f"Attempt {verdict.attempt}"
+        lines.append((name, clean(verdict.text, 600), "warn" if view.state == "stopped" else "bad"))
         if verdict.kind == "preflight" and verdict.evidence:
             lines.append(("Remedy", clean(verdict.evidence, 400), "good"))
         elif verdict.groups and entry.live:  # the picture of the ranks shows the rest
@@ -55,7 +56,7 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
             lines += [("Remedy", clean(line[2:], 400), "good") for line in remedies]
         else:
             lines += [("", clean(line, 400), "") for line in verdict.evidence.splitlines()[:_LINES]]
-    refused = any(verdict.kind == "preflight" for verdict in view.verdicts)
+    refused = any(verdict.kind == "preflight" for verdict in view.newest)
     for check in detail.checks if detail else ():
         if refused and check.status == "fail":
             continue  # its verdict is above
@@ -115,7 +116,7 @@ def state_of(entry: RunEntry, stop: Stop | None) -> str:
 
 def first_rank(entry: RunEntry) -> int | None:
     """Return the rank whose log matters most: the first to fail, else the first one; None without ranks."""
-    named = [verdict.rank for verdict in entry.view.verdicts if verdict.rank is not None]
+    named = [verdict.rank for verdict in entry.view.newest if verdict.rank is not None]
     known = {rank.rank for rank in entry.view.ranks}
     return next((rank for rank in named if rank in known), min(known, default=None))
 
@@ -129,9 +130,9 @@ def ended_words(entry: RunEntry) -> str:
     lines = [f"{clean(view.target, 80)}{ran}, {count} rank{'' if count == 1 else 's'}"]
     if view.exit_code:
         lines[0] += f", exit code {view.exit_code}"
-    lines += [clean(verdict.text, 300) for verdict in view.verdicts[:2]]
-    if len(view.verdicts) > 2:
-        lines.append(f"and {len(view.verdicts) - 2} more; u shows the run")
+    lines += [clean(verdict.text, 300) for verdict in view.newest[:2]]
+    if more := len(view.verdicts) - len(view.newest[:2]):
+        lines.append(f"and {more} more; u shows the run")
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="stop the ranks after D without a connection to this command; default: 60s")  # fmt: skip
     run.add_argument("--on-stall", choices=("report", "kill"), default="report",
                      help="kill: stop a run in which nothing moves, exit code 1; default: report it")  # fmt: skip
+    run.add_argument("--max-restarts", type=whole(0, 10**6), default=0, metavar="N", help="after a failure, start the "
+                     "ranks again, at most N times, without GPUs that cannot be used if the lease has others; "
+                     "default: 0")  # fmt: skip
     run.add_argument("--stdin", nargs="?", const=0, type=whole(0, 10**6), metavar="RANK",
                      help="pass standard input on to rank RANK, without a number to rank 0; default: a terminal to the "
                      "only rank of a run, else /dev/null for all")  # fmt: skip
@@ -182,6 +185,7 @@ def _launch(
         preimport=args.preimport,
         skip=tuple(args.skip),
         preflight_only=args.preflight_only,
+        max_restarts=args.max_restarts,
     )
     scope = _scope(context)
     sent |= environ.of_job(context.env) if context.job is not None else {}
@@ -211,6 +215,9 @@ def _launch(
             for check in warnings:
                 report(check_text(check))
             return 0
+        lease = _whole_lease(decided, context)
+        if lease is not None:
+            nodes |= rank_map_source.nodes_of(lease, scope.nodes)
         used = [nodes[config.node] for config in decided.nodes]
         if (stale := environ.stale(context.env)) and all(node.host is not None for node in used):
             # a supervisor on this machine would report them
@@ -218,10 +225,19 @@ def _launch(
             report(f"ignoring {', '.join(stale)} from your environment; gpuboard sets {it} for each rank")
         if detaching is not None and used[0].host is not None:
             file = args.status_file and os.path.abspath(args.status_file)
-            config = HeadConfig(decided, used, context.settings, warnings, file)
+            known = [*used, *(node for node in nodes.values() if node not in used)]
+            config = HeadConfig(decided, known, context.settings, warnings, file, whole_lease=lease)
             return lead_elsewhere(config, context, screen, outcome, detaching)
         code, in_logs = lead(
-            decided, used, context, screen, outcome, script_checks=warnings, line=line, detaching=detaching
+            decided,
+            nodes,
+            context,
+            screen,
+            outcome,
+            lease=lease,
+            script_checks=warnings,
+            line=line,
+            detaching=detaching,
         )
     unseen = args.run_id is not None or (detaching is not None and detaching.left)
     delivered = in_logs if unseen else not screen.failed  # known once the screen is closed
@@ -244,17 +260,19 @@ def _screen(*, quiet: bool, stdout: bool) -> Iterator[Screen]:
 
 def lead(
     decided: LaunchPlan,
-    nodes: Sequence[Node],
+    nodes: Mapping[str, Node],
     context: Context,
     screen: Screen,
     outcome: dict[str, Any],
     *,
+    lease: RankMap | None,
     script_checks: Sequence[Check],
     line: Lifeline | None,
     detaching: Detaching | None,
 ) -> tuple[int, bool]:
     """Lead the run in this process; return its exit code, and whether its logs are complete."""
     from gpuboard.launch.head import Head
+    from gpuboard.launch.restarts.attempts import Attempts
     from gpuboard.launch.runs.folder import RunFolder, prune
     from gpuboard.transport.connector import Connector
 
@@ -263,33 +281,57 @@ def lead(
         target=prune, args=(context.env, *context.settings.runs.limits()), name="prune", daemon=True
     ).start()
     connector = Connector(context.settings)
-    read_gpus = _gpu_reader(nodes, context) if decided.options.device == "cuda" else None
-    head = Head(
-        decided,
-        folder,
-        screen,
-        connector=connector,
-        nodes={node.name: node for node in nodes},
-        read_gpus=read_gpus,
-        script_checks=script_checks,
-        started=None if detaching is None else lambda: detaching.leave(screen, detached_message(head)),
+    read_lease = (
+        None
+        if lease is None
+        else _gpu_reader([nodes[node.name] for node in lease.nodes if node.name in nodes], context)
     )
+
+    def make(plan: LaunchPlan, before: Head | None, change: str) -> Head:
+        used = {config.node: nodes[config.node] for config in plan.nodes}
+        return Head(
+            plan,
+            folder,
+            screen,
+            connector=connector,
+            nodes=used,
+            read_gpus=_gpu_reader(list(used.values()), context) if plan.options.device == "cuda" else None,
+            script_checks=script_checks,
+            started=None if detaching is None or detaching.left else lambda: leave(detaching),
+            read_lease=read_lease,
+            before=before,
+            change=change,
+        )
+
+    def leave(process: Detaching) -> None:
+        process.leave(screen, detached_message(attempts.head))
+
+    attempts = Attempts(decided, make, lease)
     if line is not None:
         why = "the board that launched it is closed" if detaching is None else "the command that launched it has ended"
-        line.then(lambda: head.stop(why))
+        line.then(lambda: attempts.stop(why))
     try:
-        code = head.run()
+        code = attempts.run()
         if detaching is not None and not detaching.left and code == 0:
             screen.lines(
                 "err", [f"gpuboard: run {decided.run} has ended already; `gpuboard logs last` shows its output"]
             )
-        return code, head.logs_complete
+        return code, attempts.head.logs_complete
     finally:
         if line is not None:
             line.then(lambda: None)  # the run is over; the release must not be interrupted
         connector.close()
-        view: RunView = head.view()
-        outcome |= {"run": msgspec.to_builtins(view), "checks": msgspec.to_builtins(head.checks)}
+        view: RunView = attempts.head.view()
+        outcome |= {"run": msgspec.to_builtins(view), "checks": msgspec.to_builtins(attempts.head.checks)}
+
+
+def _whole_lease(plan: LaunchPlan, context: Context) -> RankMap | None:
+    """Return the map of the whole lease if it has GPUs that the run does not use, for restarts; else None."""
+    from gpuboard.leases.terms import stored_rank_map
+
+    lease = plan.rank_map.lease
+    whole = stored_rank_map(context.env, lease) if plan.options.max_restarts and lease is not None else None
+    return whole if whole is not None and whole.world_size > plan.rank_map.world_size else None
 
 
 def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[Snapshot], None]], None]:

@@ -99,4 +99,5 @@ def _rows(view: RunView, now: float, *, node: bool) -> list[Row]:
         *([Cell(clean(view.node or "here"))] if node else []),
         Cell(clean(view.target)),
     )
-    return [Row(cells)] + [Row((Cell(""),), span=Cell(clean(v.text))) for v in view.verdicts[:1]]
+    verdicts = [(f"attempt {v.attempt}: " if view.attempt > 1 else "") + clean(v.text) for v in view.newest[:1]]
+    return [Row(cells)] + [Row((Cell(""),), span=Cell(text)) for text in verdicts]

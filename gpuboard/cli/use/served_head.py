@@ -49,10 +49,11 @@ def _lead(served: ServedHead, context: Context, outcome: dict[str, Any]) -> int:
         served.adopt(context.env)
         code, in_logs = lead(
             config.plan,
-            config.nodes,
+            {node.name: node for node in config.nodes},
             context,
             screen,
             outcome,
+            lease=config.whole_lease,
             script_checks=config.script_checks,
             line=served.line,
             detaching=served,

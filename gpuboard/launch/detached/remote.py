@@ -18,6 +18,7 @@ from gpuboard.errors import GpuboardError
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.preflight.check import Check
 from gpuboard.model import replies
+from gpuboard.model.rankmap import RankMap
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.model.replies import Done
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
@@ -31,10 +32,11 @@ class HeadConfig(msgspec.Struct, frozen=True):
     """What a head needs to lead a run: the first line that it reads, packed."""
 
     plan: LaunchPlan
-    nodes: list[Node]  # of the plan, as its own node reaches them
+    nodes: list[Node]  # those of the plan first, then others of its lease; as the first one reaches them
     settings: Settings
     script_checks: list[Check]
     status_file: str | None
+    whole_lease: RankMap | None = None  # where it has GPUs that the run does not use, for restarts
     lease: dict[str, Any] | None = None  # the keeper's record of the lease to take over; its times count from now
 
     def packed(self) -> str:

@@ -19,17 +19,24 @@ def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None) -> list[Check]:
     for node in rank_map.nodes:
         view = views.get(node.name)
         ranks = [r for r in rank_map.ranks if r.node == node.name]
-        if view is None or view.state != "up" or (view.error is not None and not view.gpus):
-            reason = clean(view.error or view.state) if view else "not queried"
+        reason = unread(view)
+        if view is None or reason:
             remedy = "`gpuboard status` shows the state of the node"
             checks.append(Check("GPU", node.name, "fail", "its GPUs could not be read", reason, remedy))
             continue
         for rank in ranks:
-            checks.append(_gpu(rank, view, rank_map.lease, rank_map.job))
+            checks.append(gpu_check(rank, view, rank_map.lease, rank_map.job))
     return checks
 
 
-def _gpu(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Check:
+def unread(view: NodeView | None) -> str:
+    """Return why the GPUs of a node could not be read, "" if they were."""
+    if view is None:
+        return "not queried"
+    return clean(view.error or view.state) if view.state != "up" or (view.error is not None and not view.gpus) else ""
+
+
+def gpu_check(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Check:
     """Return the check of one GPU. ``job``: it was read through a step of this Slurm job, which sees its GPUs only."""
 
     def check(status: CheckStatus, evidence: str, cause: str = "", remedy: str = "") -> Check:

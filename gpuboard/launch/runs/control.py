@@ -35,7 +35,7 @@ class ControlServer:
     def __init__(self, folder: Path, handle: Callable[[ControlRequest], object]) -> None:
         """Raises OSError when there can be no socket in the folder."""
         self._folder = folder
-        self._handle = handle
+        self.handle = handle
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with _short(folder) as path:
             self._socket.bind(path)
@@ -63,7 +63,7 @@ class ControlServer:
         with client, contextlib.suppress(OSError, msgspec.DecodeError):
             client.settimeout(2.0)  # the folder is private, but a client may hang
             request = msgspec.json.decode(client.makefile("rb").readline(), type=ControlRequest)
-            client.sendall(msgspec.json.encode(self._handle(request)) + b"\n")
+            client.sendall(msgspec.json.encode(self.handle(request)) + b"\n")
 
 
 def ask(folder: Path, request: ControlRequest, timeout_s: float = 5.0) -> object:

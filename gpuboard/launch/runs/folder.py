@@ -61,6 +61,7 @@ class VerdictView(msgspec.Struct, frozen=True):
     text: str
     evidence: str = ""
     groups: list[RankGroup] = []
+    attempt: int = 1  # of the run, which --max-restarts starts again
 
 
 class HeadProcess(msgspec.Struct, frozen=True):
@@ -86,6 +87,13 @@ class RunView(msgspec.Struct, frozen=True):
     head: HeadProcess
     folder: str = ""
     node: str | None = None  # the node on which it was read; None: this host
+    attempt: int = 1
+
+    @property
+    def newest(self) -> list[VerdictView]:
+        """The verdicts of the newest attempt that has any."""
+        last = max((verdict.attempt for verdict in self.verdicts), default=0)
+        return [verdict for verdict in self.verdicts if verdict.attempt == last]
 
 
 class RunList(msgspec.Struct, frozen=True):
@@ -240,7 +248,7 @@ def without_head(view: RunView) -> RunView:
     """Return a run whose head died before the run ended: ``failed``, with a verdict."""
     where = f"pid {view.head.pid} on {view.head.host}"
     text = f"`gpuboard launch` ({where}) died before the run ended; its ranks ended with it"
-    died = VerdictView("", "head-died", None, view.head.host, text)
+    died = VerdictView("", "head-died", None, view.head.host, text, attempt=view.attempt)
     return msgspec.structs.replace(view, state="failed", verdicts=[*view.verdicts, died])
 
 

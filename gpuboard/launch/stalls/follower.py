@@ -40,13 +40,15 @@ class StallFollower:
         on_gpus: bool,
         keep: Callable[[str, object], None],
         notify: Callable[[str], None],
+        kept: int = 0,
     ) -> None:
+        """``kept``: how many files earlier attempts of the run have kept."""
         self.verdict: VerdictView | None = None  # the one that stands
         self._ranks = ranks
         self._watch = StallWatch(on_gpus=on_gpus)
         self._inspections = Inspections(supervisors, nodes)
         self._identity: object = None  # of the verdict that stands
-        self._count = 0
+        self._count = kept
         self._requests: list[ExplainRequest] = []
         self._keep = keep
         self._notify = notify

@@ -1,0 +1,1 @@
+"""Restarts of a run that has failed (``--max-restarts``): when, on which GPUs, and the loop over the attempts."""

@@ -1,0 +1,45 @@
+"""The attempts of a run, one after the other: each has a head of its own, another secret and another store."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gpuboard.launch.plan import LaunchPlan, next_attempt
+from gpuboard.launch.restarts.spares import reassigned
+from gpuboard.model.rankmap import RankMap
+
+if TYPE_CHECKING:
+    from gpuboard.launch.head import Head
+
+MakeHead = Callable[[LaunchPlan, "Head | None", str], "Head"]  # of the plan, the attempt before, what has changed
+
+
+class Attempts:
+    """A run and its restarts. ``lease``: its whole lease, where that has GPUs that the run does not use."""
+
+    def __init__(self, plan: LaunchPlan, make: MakeHead, lease: RankMap | None) -> None:
+        self._plan = plan
+        self._make = make
+        self._lease = lease
+        self.head = make(plan, None, "")  # of the newest attempt
+
+    def run(self) -> int:
+        """Run until an attempt succeeds, none is left or the user stops the run; return the exit code of the last one.
+
+        To be called in the main thread.
+        """
+        code = self.head.run()
+        while self.head.continues:
+            rank_map, change, snapshot = self._plan.rank_map, "", self.head.snapshot
+            if self._lease is not None and snapshot is not None:
+                rank_map, change = reassigned(rank_map, self._lease, snapshot, self._plan.options.device)
+            self._plan = next_attempt(self._plan, rank_map, secrets.token_hex(16))
+            self.head = self._make(self._plan, self.head, change)
+            code = self.head.run()
+        return code
+
+    def stop(self, reason: str) -> None:
+        """Stop the run as `gpuboard stop` does; from any thread and at any time."""
+        self.head.stop(reason)

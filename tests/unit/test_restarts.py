@@ -1,0 +1,173 @@
+"""Restarts of a run: when, on which GPUs, and how a stop between two attempts ends it."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.config import Settings
+from gpuboard.launch.head import Head
+from gpuboard.launch.output import Screen
+from gpuboard.launch.plan import LaunchOptions, LaunchPlan, launch_plan, next_attempt
+from gpuboard.launch.rank_map_source import cpu_rank_map
+from gpuboard.launch.restarts.attempts import Attempts
+from gpuboard.launch.restarts.rules import pause_s, restarts
+from gpuboard.launch.restarts.spares import reassigned
+from gpuboard.launch.runs.control import ControlRequest, ask
+from gpuboard.launch.runs.folder import RunFolder, read_state
+from gpuboard.launch.target import Target
+from gpuboard.launch.timing import HeadTiming
+from gpuboard.leases.rank_map import rank_map
+from gpuboard.model.rankmap import RankMap
+from gpuboard.model.request import ChosenGpu
+from gpuboard.model.snapshot import NodeView, Snapshot
+from gpuboard.transport.connector import Connector
+from tests.unit.test_plan import MAP, planned
+from tests.unit.test_preflight import gpu
+from tests.waiting import until
+
+
+def test_which_attempts_are_followed_by_another() -> None:
+    first = planned(max_restarts=2)
+    last = next_attempt(next_attempt(first, first.rank_map, "s"), first.rank_map, "t")
+    assert restarts(first, 1, opened=True, asked=False)
+    assert not restarts(first, 0, opened=True, asked=False), "success"
+    assert not restarts(first, 143, opened=True, asked=True), "the user's stop"
+    assert not restarts(first, 7, opened=False, asked=False), "the first preflight"
+    assert restarts(next_attempt(first, first.rank_map, "s"), 7, opened=False, asked=False)
+    assert not restarts(last, 1, opened=True, asked=False)
+    assert not restarts(planned(), 1, opened=True, asked=False)
+
+
+def test_pauses_grow_up_to_a_limit() -> None:
+    timing = HeadTiming(restart_pause_s=1.0, restart_pause_max_s=60.0)
+    assert [pause_s(attempt, timing) for attempt in (1, 2, 6, 7, 9999)] == [1.0, 2.0, 32.0, 60.0, 60.0]
+
+
+def test_the_next_attempt_has_its_number_and_a_secret_of_its_own() -> None:
+    plan = next_attempt(planned(max_restarts=2), MAP, "other")
+    assert (plan.attempt, plan.run) == (2, "rabc")
+    assert {(node.attempt, node.max_restarts, node.secret) for node in plan.nodes} == {(2, 2, "other")}
+
+
+ADDRESSES = {"gpu01": "10.0.0.1", "gpu02": "10.0.0.2", "gpu03": "10.0.0.3"}
+
+
+def of_lease(*gpus: str) -> RankMap:
+    """Return the map of ``gpu01:0``, … of lease k3f9."""
+    places = [(node, int(index)) for node, _, index in (name.partition(":") for name in gpus)]
+    return rank_map("k3f9", [ChosenGpu(node, i, f"GPU-{node}-{i}") for node, i in places], ADDRESSES)
+
+
+LEASE = of_lease("gpu01:0", "gpu01:1", "gpu01:2", "gpu02:0", "gpu02:1", "gpu03:0")
+USED = of_lease("gpu01:0", "gpu01:1", "gpu02:0")
+
+
+def reading(down: tuple[str, ...] = (), **changes: dict[str, Any]) -> Snapshot:
+    """Return a snapshot of the lease's GPUs; ``down``: unreachable nodes; ``changes``: of ``gpu01_0``."""
+    nodes = []
+    for node in LEASE.nodes:
+        gpus = [
+            gpu(r.index, r.uuid, **changes.get(f"{node.name}_{r.index}", {}))
+            for r in LEASE.ranks
+            if r.node == node.name
+        ]
+        lost = NodeView(node.name, "unreachable", error="ssh: no answer", gpus=gpus)
+        nodes.append(lost if node.name in down else NodeView(node.name, "up", gpus=gpus))
+    return Snapshot(schema=1, at="", cluster="", nodes=nodes)
+
+
+BROKEN = {"state": "broken", "reason": "GPU is lost"}
+SICK = {"flags": ["sick"], "sick": ["row remap pending"]}
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "gpus", "words"),
+    [
+        (reading(), "", ""),
+        (reading(gpu01_1=BROKEN), "gpu01:0 gpu01:2 gpu02:0", "left out: gpu01: GPU 1 is broken (GPU is lost)"),
+        (reading(gpu01_1=SICK), "gpu01:0 gpu01:2 gpu02:0", "left out: gpu01: GPU 1 is sick (row remap pending)"),
+        (reading(gpu01_0=BROKEN, gpu01_1=BROKEN), "gpu02:0 gpu02:1 gpu01:2", "on gpu02:0,1@gpu01:2; left out: "),
+        (reading(down=("gpu02",)), "gpu01:0 gpu01:1 gpu01:2", "left out: gpu02: ssh: no answer"),
+        (reading(down=("gpu01",)), "gpu02:0 gpu02:1 gpu03:0", "on gpu02:0,1@gpu03:0; left out: gpu01: ssh: no answer"),
+        (reading(gpu02_0={"leases": [], "reason": "no process"}), "gpu01:0 gpu01:1 gpu01:2", "is no longer held by"),
+        (reading(gpu01_0=SICK, gpu01_2=SICK, gpu02_1=SICK, gpu03_0=SICK), "", ""),
+        (reading(down=("gpu01", "gpu03")), "", ""),
+    ],
+)  # fmt: skip
+def test_gpus_that_cannot_be_used_are_replaced_by_others_of_the_lease(
+    snapshot: Snapshot, gpus: str, words: str
+) -> None:
+    found, text = reassigned(USED, LEASE, snapshot, "cuda")
+    assert words in text
+    assert found == (of_lease(*gpus.split()) if gpus else USED)
+    assert (text == "") == (found is USED)
+
+
+def test_ranks_on_the_cpu_need_nodes_only() -> None:
+    found, _ = reassigned(USED, LEASE, reading(gpu01_0=BROKEN), "cpu")
+    assert found is USED
+
+
+@pytest.mark.parametrize(
+    ("stop", "code"),
+    [
+        (lambda _: os.kill(os.getpid(), signal.SIGINT), 130),
+        (lambda path: ask(path, ControlRequest("stop", None, "enough")), 143),
+    ],
+    ids=["ctrl-C", "stop"],
+)
+def test_a_stop_in_the_pause_ends_the_run_at_once(tmp_path: Path, stop: Callable[[Path], object], code: int) -> None:
+    env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    folder, screen, connector = RunFolder(env, "rabc"), Screen(io.StringIO(), io.StringIO()), Connector(Settings())
+    node = Node("localhost", None)
+    plan = launch_plan(
+        cpu_rank_map(1, [node], spread=False),
+        Target("program", "false"),
+        run="rabc",
+        secret="5ec",
+        cwd=str(tmp_path),
+        environ={"PATH": os.environ["PATH"]},
+        options=LaunchOptions(device="cpu", max_restarts=3),
+    )
+
+    def make(plan: LaunchPlan, before: Head | None, change: str) -> Head:
+        timing = HeadTiming(restart_pause_s=0.0 if before is None else 600.0, restart_pause_max_s=600.0)
+        nodes = {node.name: node}
+        return Head(
+            plan,
+            folder,
+            screen,
+            connector=connector,
+            nodes=nodes,
+            read_gpus=None,
+            before=before,
+            change=change,
+            timing=timing,
+        )
+
+    def when_paused() -> None:
+        until(lambda: "attempt 3 in 600 s" in (folder.path / "head.log").read_text(), "the pause begins")
+        stop(folder.path)
+
+    (folder.path / "head.log").touch()
+    thread = threading.Thread(target=when_paused)
+    thread.start()
+    assert Attempts(plan, make, None).run() == code
+    thread.join()
+    screen.close()
+    connector.close()
+    view = read_state(folder.path)
+    assert view is not None
+    assert (view.state, view.exit_code, view.attempt) == ("stopped", code, 2)
+    assert [(v.attempt, v.kind) for v in view.verdicts] == [(1, "exit"), (2, "exit"), (2, "stopped")]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not (folder.path / "control.sock").exists()
