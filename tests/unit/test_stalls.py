@@ -93,6 +93,26 @@ def test_a_rank_that_waits_for_its_loader_is_traced_to_the_worker() -> None:
     assert "which waits for its DataLoader at train.py:30 in main, whose worker 7 is at data.py:12" in found.words
 
 
+@pytest.mark.parametrize(
+    ("inside", "words"),
+    [
+        ([StackFrame("readinto", "/usr/lib/python3.11/socket.py", 720), *WORKER], "whose worker 7 is at data.py:12"),
+        (
+            [StackFrame("select", "/usr/lib/python3.11/selectors.py", 415), WORKER[-1]],
+            "its DataLoader at train.py:30 in main; ",
+        ),
+    ],
+    ids=["in the standard library, called by the dataset", "idle"],
+)
+def test_the_place_of_a_worker_is_in_the_dataset(inside: list[StackFrame], words: str) -> None:
+    forked = StackFrame("main", "/exp/train.py", 30)  # a forked process has its parent's frames below its own
+    found = verdict(
+        WAITING, seen(1, LOADER, group(11, 11), children=[ChildProcess(7, "python", "S", [*inside, forked])])
+    )
+    assert found is not None
+    assert words in found.words
+
+
 def test_an_absent_rank_is_named_while_the_others_initialize() -> None:
     found = verdict(seen(0, INIT), seen(1, LOAD), rank1=status(1, joined=False))
     assert found is not None

@@ -15,6 +15,7 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/|^<|^/dev/
 # Functions of torch.distributed that wait for other ranks before there is a collective
 _INIT = frozenset({"init_process_group", "rendezvous", "_create_c10d_store", "_store_based_barrier", "new_group"})
 _DATA = re.compile(r"torch/utils/data/dataloader\.py$")
+_WORKER_LOOP = re.compile(r"torch/utils/data/_utils/worker\.py$")
 _DISTRIBUTED = re.compile(r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed\.py$")
 _BACKWARD = "_engine_run_backward"
 
@@ -103,8 +104,20 @@ class Inspection(msgspec.Struct, frozen=True):
 
 def own_frame(stack: Sequence[StackFrame]) -> StackFrame | None:
     """Return the innermost frame of the user's own code, else the innermost one; None for an empty stack."""
-    own = [frame for frame in stack if not _LIBRARY.search(frame.file)]
-    return own[0] if own else stack[0] if stack else None
+    return _innermost_own(stack) or next(iter(stack), None)
+
+
+def dataset_frame(stack: Sequence[StackFrame]) -> StackFrame | None:
+    """Return the user's own code that a DataLoader worker executes; None if it is idle, or for another process.
+
+    A forked worker has the frames of its parent below those of its loop.
+    """
+    loop = next((at for at, frame in enumerate(stack) if _WORKER_LOOP.search(frame.file)), 0)
+    return _innermost_own(stack[:loop])
+
+
+def _innermost_own(stack: Sequence[StackFrame]) -> StackFrame | None:
+    return next((frame for frame in stack if not _LIBRARY.search(frame.file)), None)
 
 
 def waits_in_init(stack: Sequence[StackFrame]) -> bool:

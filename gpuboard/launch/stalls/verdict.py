@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from gpuboard.launch.stalls.evidence import Collective, RankEvidence
+from gpuboard.launch.stalls.evidence import Collective, RankEvidence, dataset_frame
 from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity, group_of, roots, waits_for
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, ranges
@@ -265,13 +265,10 @@ def _worker(one: Activity) -> str:
     """Return where the DataLoader workers of a rank are."""
     children = one.evidence.children if one.evidence else []
     for child in children:
-        own = next((frame for frame in child.stack if "/site-packages/" not in frame.file), None)
         if child.state in {"T", "t"}:
             return f", whose worker {child.pid} is stopped"
-        if own is not None and any("utils/data/_utils" in frame.file for frame in child.stack):
-            place = own.place
-            if "multiprocessing" not in own.file and "threading" not in own.file and "selectors" not in own.file:
-                return f", whose worker {child.pid} is at {place}"
+        if (frame := dataset_frame(child.stack)) is not None:
+            return f", whose worker {child.pid} is at {frame.place}"
     return ""
 
 
