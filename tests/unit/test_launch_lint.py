@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import os
 import textwrap
 import warnings
@@ -341,6 +343,12 @@ def test_warnings_of_the_parser_are_not_printed(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(script_checks(Target("script", "train.py"), tmp_path)) == 1
+
+
+def test_no_syntax_tree_is_kept(tmp_path: Path) -> None:
+    assert found(tmp_path, "rank = dist.get_rank()\ndef kept(a):\n    torch.cuda.set_device(rank)\n")
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, ast.FunctionDef) and one.name == "kept"]
 
 
 def test_many_places_are_counted(tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def _starts_with_tcp(url: ast.expr | None) -> bool:
 
 def _rank_as_device(tree: ScriptTree) -> Found:
     ranks = _rank_variables(tree)
+    binds = cache(_binds)  # of this script only
 
     def is_rank(node: ast.expr | None) -> bool:
         if node is None:
@@ -125,7 +126,7 @@ def _rank_as_device(tree: ScriptTree) -> Found:
         scope = tree.function(node)
         name = tree.name(node)
         if name:
-            return (scope, name) in ranks or ((None, name) in ranks and not _binds(scope, name))
+            return (scope, name) in ranks or ((None, name) in ranks and not binds(scope, name))
         return _from_rank(tree, node)
 
     for call, name in tree.calls:
@@ -173,7 +174,6 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr |
     return [(one, None) for one in target.elts]
 
 
-@cache
 def _binds(scope: ast.AST | None, name: str) -> bool:
     """Whether a function has a parameter of this name, or assigns to it."""
     if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
