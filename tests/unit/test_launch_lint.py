@@ -96,9 +96,14 @@ WARNED = [
         """
         def setup(local_rank):
             dist.init_process_group("nccl")
+            dist.barrier()
             torch.cuda.set_device(local_rank)
+            dist.barrier()
         """,
-        {"init before set_device": f"train.py:2 calls init_process_group before set_device (line {FIRST + 3})"},
+        {
+            "init before set_device": "train.py:3 calls barrier after init_process_group and before set_device "
+            f"(line {FIRST + 4})"
+        },
     ),
     (
         """
@@ -209,12 +214,30 @@ CORRECT = {
         dist.init_process_group("nccl", init_method="env://")
         dist.init_process_group("nccl", init_method=f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
     """,
-    "gloo, or a device_id": """
-        dist.init_process_group("gloo")
-        torch.cuda.set_device(0)
-        def other(device):
+    "init before the device": """
+        def main(args):
+            dist.init_process_group("nccl")
+            args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
+            torch.cuda.set_device(args.rank % torch.cuda.device_count())
+            dist.barrier()
+    """,
+    "a collective before the device with gloo, a device_id, device_ids, or an unknown backend": """
+        def main():
+            dist.init_process_group("gloo")
+            dist.barrier()
+            torch.cuda.set_device(0)
+        def other(device, args):
             dist.init_process_group("nccl", device_id=device)
+            dist.barrier()
             torch.cuda.set_device(device)
+        def third(device):
+            dist.init_process_group("nccl")
+            dist.barrier(device_ids=[device])
+            torch.cuda.set_device(device)
+        def fourth(args):
+            dist.init_process_group(args.backend)
+            dist.barrier()
+            torch.cuda.set_device(args.gpu)
     """,
     "handlers that raise, exit or expect an error": """
         try:

@@ -27,6 +27,12 @@ _CUDA = {
                  "get_device_capability", "mem_get_info", "current_stream", "Stream", "Event",
                  "set_per_process_memory_fraction")
 }  # fmt: skip
+_COLLECTIVES = {
+    f"torch.distributed.{name}"
+    for name in ("barrier", "all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter",
+                 "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+                 "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+}  # fmt: skip
 _FIXED_URL = re.compile(r"tcp://.*:\d+/?$")
 _LOSS = re.compile(r"(^|[._])loss(es)?$", re.IGNORECASE)
 
@@ -202,15 +208,26 @@ def _from_rank(tree: ScriptTree, value: ast.expr) -> bool:
     return name == "torch.distributed.get_rank" and not value.args and not value.keywords
 
 
-def _init_before_device(tree: ScriptTree) -> Found:
-    devices = [(call, tree.function(call)) for call, name in tree.calls if name == "torch.cuda.set_device"]
+def _collective_before_device(tree: ScriptTree) -> Found:
+    """The order of init_process_group and set_device alone is free: NCCL takes the device of the first collective."""
     for call, name in tree.calls:
-        backend = argument(call, "backend", 0)
-        if name != _INIT or constant(backend) == "gloo" or any(k.arg in {"device_id", None} for k in call.keywords):
+        if name != _INIT or not _uses_nccl(call):
             continue
-        lines = [one.lineno for one, scope in devices if scope is tree.function(call)]
-        if lines and min(lines) > call.lineno:
-            yield call.lineno, f"calls init_process_group before set_device (line {min(lines)})"
+        here = [(one, called) for one, called in tree.calls if tree.function(one) is tree.function(call)]
+        devices = [one.lineno for one, called in here if called == "torch.cuda.set_device"]
+        for one, called in here:
+            named = any(keyword.arg == "device_ids" for keyword in one.keywords)
+            if called in _COLLECTIVES and not named and devices and call.lineno < one.lineno < min(devices):
+                what = called.rpartition(".")[2]
+                yield one.lineno, f"calls {what} after init_process_group and before set_device (line {min(devices)})"
+
+
+def _uses_nccl(init: ast.Call) -> bool:
+    """Whether a process group uses NCCL on the current device: by the backend's name, or where none is given."""
+    if any(keyword.arg in {"device_id", None} for keyword in init.keywords):
+        return False
+    backend = argument(init, "backend", 0)
+    return backend is None or "nccl" in str(constant(backend)).lower()
 
 
 def _swallowed_init(tree: ScriptTree) -> Found:
@@ -328,8 +345,8 @@ RULES = (
     ),
     Rule(
         "script: init before set_device",
-        _init_before_device,
-        "a barrier or tensor in between is on the first GPU for every rank of the node: NCCL fails or hangs",
+        _collective_before_device,
+        "it uses the first GPU for every rank of the node: NCCL fails or hangs",
         "call torch.cuda.set_device(local_rank) first, or pass device_id= to init_process_group",
     ),
     Rule(
