@@ -293,6 +293,49 @@ CORRECT = {
         multiprocessing.set_start_method("fork")
         multiprocessing.Pool(2)
     """,
+    "a port of processes that the script starts itself, or with a RANK of its own": """
+        def worker(rank, world):
+            os.environ["MASTER_PORT"] = "12355"
+            dist.init_process_group("gloo", init_method="tcp://localhost:12355", rank=rank, world_size=world)
+        def alone(args):
+            if args.debug:
+                os.environ["RANK"], os.environ["MASTER_PORT"] = "0", "12355"
+                os.environ["MASTER_PORT"] = "12355"
+        def main(args):
+            if args.spawn:
+                mp.spawn(worker, args=(2,), nprocs=2)
+            alone(args)
+    """,
+    "an init that is tried again": """
+        def init():
+            while True:
+                try:
+                    return dist.init_process_group("nccl")
+                except Exception:
+                    print("again")
+    """,
+    "a pool for the CPU": """
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        def evaluate(outputs):
+            with multiprocessing.Pool(4) as pool:
+                return pool.map(len, outputs)
+    """,
+    "another way to compute": """
+        class Net(nn.Module):
+            def forward(self, x):
+                try:
+                    return torch.ops.fast.linear(x)
+                except Exception:
+                    return self.slow(x)
+    """,
+    "processes at import, forked by default": """
+        multiprocessing.Process(target=print).start()
+    """,
+    "mp.spawn if an option asks for it": """
+        def launch(main, n, args):
+            if n > 1:
+                mp.spawn(main, nprocs=n, args=args)
+    """,
     "mp.spawn without a launcher only": """
         if __name__ == "__main__":
             if "RANK" in os.environ:

@@ -15,11 +15,8 @@ Found = Iterator[tuple[int, str]]  # line, what is there
 
 _INIT = "torch.distributed.init_process_group"
 _SPAWN = {"torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn", "torch.multiprocessing.start_processes"}
-_PROCESSES = {
-    *_SPAWN,
-    *(f"{module}.{name}" for module in ("multiprocessing", "torch.multiprocessing") for name in ("Process", "Pool")),
-    "concurrent.futures.ProcessPoolExecutor",
-}
+_POOLS = {"multiprocessing.Pool", "torch.multiprocessing.Pool", "concurrent.futures.ProcessPoolExecutor"}
+_PROCESSES = {*_SPAWN, *_POOLS, "multiprocessing.Process", "torch.multiprocessing.Process"}
 # Calls that initialize CUDA. Others do not: is_available, device_count, manual_seed, amp
 _CUDA = {
     f"torch.cuda.{name}"
@@ -47,7 +44,8 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 def _cuda_at_import(tree: ScriptTree) -> Found:
-    started = [call for call, name in tree.calls if name in _PROCESSES or name == "os.fork"]
+    # not by pools, which are for work on the CPU
+    started = [call for call, name in tree.calls if name in _PROCESSES - _POOLS or name == "os.fork"]
     if not started:
         return
     variables: dict[str, list[ast.expr]] = {}
@@ -94,20 +92,20 @@ def _fixed_port(tree: ScriptTree) -> Found:
                     isinstance(target, ast.Subscript)
                     and tree.name(target.value) == "os.environ"
                     and constant(target.slice) == "MASTER_PORT"
-                    and not tree.depends_on_launcher(node)
+                    and not _for_another_start(tree, node)
                 ):
                     yield node.lineno, f"sets MASTER_PORT to {constant(node.value)}"
     for call, name in tree.calls:
         if name == "os.environ.update" and call.args and isinstance(call.args[0], ast.Dict):
             for key, value in zip(call.args[0].keys, call.args[0].values, strict=True):
                 port = constant(value) if constant(key) == "MASTER_PORT" else None
-                if port is not None and not tree.depends_on_launcher(call):
+                if port is not None and not _for_another_start(tree, call):
                     yield call.lineno, f"sets MASTER_PORT to {port}"
 
 
 def _fixed_url(tree: ScriptTree) -> Found:
     for call, name in tree.calls:
-        if name == _INIT and not tree.depends_on_launcher(call):
+        if name == _INIT and not _for_another_start(tree, call):
             url = argument(call, "init_method", 1)
             last = url.values[-1] if isinstance(url, ast.JoinedStr) and url.values else url
             text = constant(last)
@@ -115,6 +113,21 @@ def _fixed_url(tree: ScriptTree) -> Found:
                 text = f"tcp://{text}" if _starts_with_tcp(url) else text
             if isinstance(text, str) and _FIXED_URL.match(text):
                 yield call.lineno, f"passes init_method with port {text.rstrip('/').rpartition(':')[2]}"
+
+
+def _for_another_start(tree: ScriptTree, node: ast.AST) -> bool:
+    """Whether ``node`` may be meant for runs without this launcher: by a look at the variables of launchers, in a
+    function that sets RANK too, or in one that only processes of the script's own call."""
+    function = tree.function(node)
+    if tree.depends_on_launcher(node):
+        return True
+    if not isinstance(function, ast.FunctionDef):
+        return False
+    uses = tree.uses.get(function.name)
+    if function in tree.sets_rank or not uses:
+        return function in tree.sets_rank
+    starts = [call for call, name in tree.calls if name in _PROCESSES]
+    return {word for call in starts for word in (*call.args, *(k.value for k in call.keywords))}.issuperset(uses)
 
 
 def _starts_with_tcp(url: ast.expr | None) -> bool:
@@ -236,6 +249,8 @@ def _swallowed_init(tree: ScriptTree) -> Found:
             continue
         function = tree.function(call)
         child: ast.AST = call
+        if any(isinstance(one, (ast.For, ast.While)) and tree.function(one) is function for one in tree.above(call)):
+            continue  # tried again
         for parent in tree.above(call):
             if parent is function:
                 break
@@ -258,7 +273,12 @@ def _swallowed_forward(tree: ScriptTree) -> Found:
         if not isinstance(function, ast.FunctionDef) or function.name != "forward":
             continue
         owner = next(tree.above(function), None)
-        if isinstance(owner, ast.ClassDef) and owner.bases and (handler := tree.swallows(node.handlers)):
+        if not isinstance(owner, ast.ClassDef) or not owner.bases:
+            continue
+        handler = tree.swallows(node.handlers)
+        last = handler.body[-1] if handler else None
+        computed = isinstance(last, ast.Return) and isinstance(last.value, ast.Call)  # in another way
+        if handler and not computed:
             yield handler.lineno, "handles every error inside forward and goes on"
 
 
@@ -270,13 +290,12 @@ def _reduces_loss_gradient(tree: ScriptTree) -> Found:
 
 
 def _unguarded(tree: ScriptTree) -> Found:
-    if any(
-        name.endswith(("set_start_method", "get_context")) and any(constant(arg) == "fork" for arg in call.args)
-        for call, name in tree.calls
-    ):
-        return
+    named = [
+        arg for call, name in tree.calls if name.endswith(("set_start_method", "get_context")) for arg in call.args
+    ]
+    spawned = any(constant(arg) in {"spawn", "forkserver"} for arg in named)
     for call, name in tree.calls:
-        if name in _PROCESSES and tree.runs_at_import(call):
+        if (name in _SPAWN or (spawned and name in _PROCESSES)) and tree.runs_at_import(call):
             yield call.lineno, f'starts processes ({name.rpartition(".")[2]}) outside `if __name__ == "__main__":`'
 
 
@@ -293,12 +312,12 @@ def _own_spawning(tree: ScriptTree) -> Found:
 
 
 def _about_count(tree: ScriptTree, test: ast.expr) -> bool:
-    """Whether a test is the main guard, for CUDA, or like ``world_size > 1``: it holds in a launch too."""
+    """Whether a test is the main guard, for CUDA, or for several GPUs: it holds in a launch too."""
     if not isinstance(test, ast.Compare):
         return tree.name(test.func if isinstance(test, ast.Call) else test) == "torch.cuda.is_available"
     left = test.left.func if isinstance(test.left, ast.Call) else test.left
     return tree.name(left) == "__name__" or (
-        (isinstance(left, ast.Name) or tree.name(left) == "torch.cuda.device_count")
+        (tree.name(left) == "torch.cuda.device_count" or (isinstance(left, ast.Name) and left.id in tree.gpu_counts))
         and isinstance(test.ops[0], (ast.Gt, ast.GtE))
         and isinstance(constant(test.comparators[0]), int)
     )

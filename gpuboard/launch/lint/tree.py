@@ -98,6 +98,40 @@ class ScriptTree:
             child = parent
         return False
 
+    @cached_property
+    def uses(self) -> dict[str, list[ast.Name]]:
+        """Where each name is used."""
+        found: dict[str, list[ast.Name]] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Name):
+                found.setdefault(node.id, []).append(node)
+        return found
+
+    @cached_property
+    def sets_rank(self) -> set[ast.AST | None]:
+        """The functions that set RANK in the environment."""
+        return {
+            self.function(node)
+            for node in self.nodes
+            if isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Store)
+            and constant(node.slice) == "RANK"
+            and self.name(node.value) == "os.environ"
+        }
+
+    @cached_property
+    def gpu_counts(self) -> set[str]:
+        """The variables that are the number of GPUs."""
+        assigned = [node for node in self.nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+        return {
+            target.id
+            for node in assigned
+            for target in node.targets
+            if isinstance(target, ast.Name)
+            and isinstance(node.value, ast.Call)
+            and self.name(node.value.func) == "torch.cuda.device_count"
+        }
+
     def swallows(self, handlers: list[ast.ExceptHandler]) -> ast.ExceptHandler | None:
         """Return the handler of any exception that goes on without raising one or ending the process."""
         for handler in handlers:
