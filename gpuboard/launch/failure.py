@@ -250,6 +250,11 @@ class FailureWatch:
         label = "other ranks that failed" if shared else "secondary failures"
         return [f"root cause: {self.cause.text}"] + ([f"{label}: {rank_words(others)}"] if others else [])
 
+    @property
+    def running_nodes(self) -> list[str]:
+        """The nodes with ranks that run."""
+        return sorted({self.ranks[rank].node for rank in self.running} - self.ended_nodes)
+
     def statuses(self, quiet_s: Callable[[int, float], float | None], now: float) -> list[RankStatus]:
         """Return what is known of every rank, for an inspection."""
         return [

@@ -31,6 +31,7 @@ from gpuboard.launch.restarts.rules import attempt_text, pause_s, restarts, same
 from gpuboard.launch.runs.control import ControlRequest, ControlServer
 from gpuboard.launch.runs.folder import FINAL, RunFolder, RunState, RunView, VerdictView, this_head
 from gpuboard.launch.stalls.follower import ExplainRequest, StallFollower
+from gpuboard.launch.stalls.straggler import Straggler
 from gpuboard.launch.stdin import StdinReader
 from gpuboard.launch.supervisors import CallReply, SupervisorEvent, SupervisorLost, Supervisors
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
@@ -96,6 +97,8 @@ class Head:
         self._stalls = StallFollower(
             self._supervisors, nodes, self._watch, on_gpus=on_gpus, keep=self._write, notify=self._print, kept=kept
         )
+        again = None if read_gpus is None else partial(read_gpus, self._inbox.put)
+        self._straggler = Straggler(self._supervisors, self._watch.ranks, read_gpus=again, notify=self._print)
         heading = f"--- {attempt_text(plan)} at {iso(time.time())} ---" if before else ""
         self._logs = Logs(folder.path, self._report_incomplete, heading)
         self._incomplete = False  # the run's folder cannot be written
@@ -333,6 +336,7 @@ class Head:
             self._stalls.explain(item)
         elif isinstance(item, Snapshot):
             self._preflight_calls.snapshot = item
+            self._straggler.take_gpus(item)
             self._watch.gpu_processes = {
                 node.name: {p.pid: f"{p.user}, {p.command}" for gpu in node.gpus for p in gpu.processes or ()}
                 for node in item.nodes
@@ -366,6 +370,8 @@ class Head:
     def _on_reply(self, item: CallReply) -> None:
         if item.op in {"inspect", "py-spy"}:
             self._stalls.take(item, time.monotonic(), judge=self._gate_open and not self._stopping())
+        elif item.op == "pace":
+            self._straggler.take(item, time.monotonic())
         elif item.op != "go":
             self._preflight_calls.take(item)
         elif isinstance(item.value, (CallFailed, LinkLost)):
@@ -444,6 +450,8 @@ class Head:
             verdict = self._stalls.verdict
             if verdict is not None and self._plan.options.on_stall == "kill":
                 self._watch.stalled(verdict, now)
+        if self._stalls.verdict is None and self._straggler.tick(now, self._watch.running_nodes):
+            self._saved = float("-inf")
         if self._state in {"running", "stalled"}:
             self._state = "running" if self._stalls.verdict is None else "stalled"
 
@@ -641,7 +649,7 @@ class Head:
             asked = ExplainRequest(queue.SimpleQueue())
             self._inbox.put(asked)
             try:
-                return asked.reply.get(timeout=_EXPLAIN_S)
+                return self._straggler.explain(asked.reply.get(timeout=_EXPLAIN_S))
             except queue.Empty:
                 return {"error": f"the nodes did not respond within {_EXPLAIN_S:.0f} s"}
         return self._view if request.op == "state" else {"error": f"unknown op {request.op!r}"}
@@ -654,11 +662,13 @@ class Head:
                 for c in grouped(failed(self.checks))
             ]
         stalled = [self._stalls.verdict] if self._stalls.verdict else []
+        slow = [self._straggler.verdict] if self._straggler.verdict else []
         if cause is None or cause.kind == "stalled" or self._passed():
-            return stalled
+            return stalled + slow
         return [
             *stalled,
             VerdictView(iso(self._failed_at), cause.kind, cause.rank, cause.node, cause.text, cause.evidence),
+            *slow,
         ]
 
     def _save(self) -> None:

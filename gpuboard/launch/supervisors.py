@@ -36,6 +36,7 @@ SupervisorCall = Literal[
     "stop",
     "inspect",
     "py-spy",
+    "pace",
     "ping",
 ]
 

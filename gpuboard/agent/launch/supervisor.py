@@ -11,12 +11,12 @@ import time
 from gpuboard.agent import proc
 from gpuboard.agent.event_loop import IN, OUT, Loop
 from gpuboard.agent.launch import CallRefused, network, preflight, scratch, start, teardown
-from gpuboard.agent.launch.watch import inspection, signs
+from gpuboard.agent.launch.watch import forked, inspection, pace, signs
 from gpuboard.agent.launch.workers import WorkerGroup
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, Collection, Dict, Optional
+    from typing import Any, Callable, Collection, Dict, List, Optional, Tuple
 
     from gpuboard.agent.protocol import AgentChannel
 
@@ -68,6 +68,7 @@ class Supervisor:
             "stop": self._stop,
             "inspect": self._inspect,
             "py-spy": self._take_pyspy,
+            "pace": self._pace,
             "ping": lambda _id, _args: {},
         }
 
@@ -278,7 +279,7 @@ class Supervisor:
         return {}
 
     def _inspect(self, call: int, _args: "Dict[str, Any]") -> "Any":
-        ranks = [(c.rank, c.pid, self._workers.server_path(c.rank)) for c in self._workers.running()]
+        ranks = self._watched()
 
         def done(result: "Dict[str, Any]") -> None:
             result["pyspy"] = self._pyspy is not None
@@ -287,8 +288,21 @@ class Supervisor:
                 item.update(cpu=round(cpu, 3), moved_bytes=moved_bytes)
             self._channel.reply(call, result)
 
-        inspection.start(self._loop, ranks, self._pyspy, done)
+        forked.start(self._loop, lambda: inspection.inspect(ranks, self._pyspy), done)
         return _LATER
+
+    def _pace(self, call: int, _args: "Dict[str, Any]") -> "Any":
+        ranks, received = self._watched(), time.time()
+
+        def done(result: "Dict[str, Any]") -> None:
+            self._channel.reply(call, dict(result, received=received, replied=time.time()))
+
+        forked.start(self._loop, lambda: pace.look(ranks), done)
+        return _LATER
+
+    def _watched(self) -> "List[Tuple[int, int, str]]":
+        """Return rank, pid and path of the worker server of every rank that runs."""
+        return [(c.rank, c.pid, self._workers.server_path(c.rank)) for c in self._workers.running()]
 
     def _take_pyspy(self, _call: int, args: "Dict[str, Any]") -> "Any":
         """Take py-spy from the head: its path on this host, or the compressed program, kept in memory."""

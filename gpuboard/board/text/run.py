@@ -48,7 +48,8 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
         lines.append(("Elsewhere", words, "warn"))
     for verdict in view.verdicts:
         name = "Why" if verdict.attempt == view.attempt else f"Attempt {verdict.attempt}"
-        lines.append((name, clean(verdict.text, 600), "warn" if view.state == "stopped" else "bad"))
+        mild = view.state == "stopped" or verdict.kind == "slow"
+        lines.append((name, clean(verdict.text, 600), "warn" if mild else "bad"))
         if verdict.kind == "preflight" and verdict.evidence:
             lines.append(("Remedy", clean(verdict.evidence, 400), "good"))
         elif verdict.groups and entry.live:  # the picture of the ranks shows the rest

@@ -119,6 +119,8 @@ def _show(title: str, shown: Explanation, *, final: bool, stacks: bool) -> None:
             print(f"  → {shown.remedy}")
     elif not final:
         print("no rank waits for another one")
+    for line in shown.pace:
+        print(line)
     for rank in shown.ranks if stacks else []:
         print("\n".join(_stack(rank)))
     for line in shown.missing:

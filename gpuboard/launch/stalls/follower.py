@@ -108,10 +108,10 @@ class StallFollower:
 
     def _inspect(self) -> bool:
         """Start an inspection of all ranks unless one is in progress; return whether one is."""
-        nodes = {self._ranks.ranks[rank].node for rank in self._ranks.running} - self._ranks.ended_nodes
+        nodes = self._ranks.running_nodes
         if nodes and not self._inspections.running:
             self._ranks.comparing = True
-            self._inspections.start(sorted(nodes))
+            self._inspections.start(nodes)
         return self._inspections.running
 
     def _new_verdict(self, report: StallReport, now: float) -> VerdictView:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from gpuboard.launch.stalls.evidence import Collective, RankEvidence, dataset_frame
+from gpuboard.launch.stalls.pace import Pace
 from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity, group_of, roots, waits_for
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, ranges
@@ -70,7 +71,8 @@ def diagnose(activities: Mapping[int, Activity]) -> Stall | None:
 class Explanation(msgspec.Struct, frozen=True):
     """What the ranks of a job are doing at one moment. ``missing``: what could not be seen, and why.
 
-    ``picture``: ``groups`` as lines of text.
+    ``picture``: ``groups`` as lines of text. ``paces``: the steps of each process group at the newest look, ``pace``:
+    the same as text.
     """
 
     picture: list[str]
@@ -79,6 +81,8 @@ class Explanation(msgspec.Struct, frozen=True):
     ranks: list[RankEvidence]
     missing: list[str] = []
     groups: list[RankGroup] = []
+    paces: list[Pace] = []
+    pace: list[str] = []
 
 
 def explain(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> Explanation:

@@ -1,87 +1,28 @@
-"""A closer inspection of ranks: process states, Python stacks by py-spy, the collectives of torch's flight recorder.
-
-It runs in a forked process with a deadline: /proc of a process in uninterruptible sleep, a stopped rank's sockets and
-ptrace may block.
-"""
+"""A closer inspection of ranks: process states, Python stacks by py-spy, the collectives of torch's flight recorder."""
 
 import base64
-import ctypes
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
 import zlib
 
 from gpuboard.agent import proc
-from gpuboard.agent.event_loop import IN
 from gpuboard.agent.launch import teardown
 from gpuboard.agent.launch.watch.signs import load
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, Dict, List, Optional, Tuple
+    from typing import Any, Dict, List, Optional, Tuple
 
-    from gpuboard.agent.event_loop import Loop
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_DEADLINE_S = 5.0  # of the whole inspection
 _STACK_S = 3.0  # of py-spy: 0.1 s as a rule, more on a busy node
 _ANSWER_S = 1.0  # of all ranks' worker servers, whose threads need no GIL for the flight recorder
 _FRAMES = 64  # of a stack: the innermost ones
 _CHILDREN = 8  # of a rank whose stacks are read, for example DataLoader workers
 _RECENT = 8  # collectives of each process group that are reported
 _RESPONSE = 8 * 1024 * 1024  # bytes: the flight recorder keeps 2,000 entries of about 500 bytes
-
-
-def start(
-    loop: "Loop",
-    ranks: "List[Tuple[int, int, str]]",
-    pyspy: "Optional[str]",
-    done: "Callable[[Dict[str, Any]], None]",
-) -> None:
-    """Inspect ``ranks`` (rank, pid, path of its worker server) in a new process; call ``done`` with the result once.
-
-    ``pyspy`` is the path of py-spy, None where there is none.
-    """
-    fd_in, fd_out = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _run(parent, fd_out, ranks, pyspy)
-        finally:
-            os._exit(1)
-    os.close(fd_out)
-    os.set_blocking(fd_in, False)
-    received: "List[bytes]" = []
-
-    def finish() -> None:
-        loop.unwatch(fd_in)
-        os.close(fd_in)
-        loop.cancel(timer)
-        teardown.send_signal(pid, signal.SIGKILL)  # reaped with the supervisor's other children
-        try:
-            result = json.loads(b"".join(received).decode("utf-8"))
-        except ValueError:
-            result = {"ranks": [], "load": None, "error": "no result within %d s" % _DEADLINE_S}
-        done(result)
-
-    def read() -> None:
-        while True:
-            try:
-                data = os.read(fd_in, 65536)
-            except BlockingIOError:
-                return
-            if not data:
-                finish()
-                return
-            received.append(data)
-
-    timer = loop.after(_DEADLINE_S, finish)
-    loop.watch(fd_in, IN, read)
 
 
 def pyspy(path: "Optional[str]", data: "Optional[str]") -> "Optional[str]":
@@ -98,24 +39,6 @@ def pyspy(path: "Optional[str]", data: "Optional[str]") -> "Optional[str]":
     while program:
         program = program[os.write(fd, program) :]
     return "/proc/%d/fd/%d" % (os.getpid(), fd)
-
-
-def _run(parent: int, fd_out: int, ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> None:
-    """Run as the inspecting process."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(1)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
-    # Pipes whose ends show others the end of the supervisor must not stay open here.
-    limit = os.sysconf("SC_OPEN_MAX")
-    os.closerange(3, fd_out)
-    os.closerange(fd_out + 1, min(limit if limit > 0 else 65536, 65536))
-    data = json.dumps(inspect(ranks, pyspy)).encode("ascii")
-    while data:
-        data = data[os.write(fd_out, data) :]
-    os._exit(0)
 
 
 def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dict[str, Any]":
@@ -198,15 +121,25 @@ def _frames(thread: "Dict[str, Any]") -> "List[Dict[str, Any]]":
 
 def _collectives(pid: int, path: str, until: float) -> "Optional[List[Dict[str, Any]]]":
     """Return the newest collectives of each process group of a rank; None if its flight recorder cannot be read."""
+    trace = flight_recorder(pid, path, until)
+    try:
+        return None if trace is None else process_groups(trace)
+    except (ValueError, KeyError, TypeError):
+        return None  # another format of another torch
+
+
+def flight_recorder(pid: int, path: str, until: float) -> "Optional[Dict[str, Any]]":
+    """Return the trace of a rank's flight recorder; None if it cannot be read before ``until`` (monotonic)."""
     # Only this handler: dump_traceback waits for the GIL, and at the interpreter's end that aborts the rank.
     own = proc.read_process(pid)
     if own is None or own.state in "tT":
         return None  # a stopped process accepts the connection and never answers
     data = _ask(path, "fr_trace_json", until)
     try:
-        return None if data is None else process_groups(json.loads(data.decode("utf-8")))
-    except (ValueError, KeyError, TypeError):
-        return None  # another format of another torch
+        trace = None if data is None else json.loads(data.decode("utf-8"))
+    except ValueError:
+        return None
+    return trace if isinstance(trace, dict) else None
 
 
 def process_groups(trace: "Dict[str, Any]") -> "List[Dict[str, Any]]":

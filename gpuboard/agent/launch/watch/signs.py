@@ -93,12 +93,12 @@ def _read(pid: int) -> "Tuple[Optional[str], float, int]":
     its CPU time.
     """
     state, cpu_s, transferred = _read_one(pid)
-    below = _children(pid)
+    below = children(pid)
     for child in below:  # which grows
         _, child_cpu_s, child_transferred = _read_one(child)
         cpu_s += child_cpu_s
         transferred += child_transferred
-        below += _children(child)[: max(0, _CHILDREN - len(below))]
+        below += children(child)[: max(0, _CHILDREN - len(below))]
     return state, cpu_s, transferred
 
 
@@ -114,7 +114,8 @@ def _read_one(pid: int) -> "Tuple[Optional[str], float, int]":
     return found.state, found.cpu_s, transferred
 
 
-def _children(pid: int) -> "List[int]":
+def children(pid: int) -> "List[int]":
+    """Return the processes that the main thread of a process has started."""
     try:
         return [int(word) for word in proc.read("/proc/%d/task/%d/children" % (pid, pid), 4096).split()[:_CHILDREN]]
     except (OSError, ValueError):

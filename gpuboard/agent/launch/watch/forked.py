@@ -1,0 +1,79 @@
+"""Looks at ranks in a forked process with a deadline.
+
+/proc of a process in uninterruptible sleep, a stopped rank's sockets and ptrace may block.
+"""
+
+import ctypes
+import json
+import os
+import signal
+
+from gpuboard.agent.event_loop import IN
+from gpuboard.agent.launch import teardown
+
+MYPY = False
+if MYPY:
+    from typing import Any, Callable, Dict, List
+
+    from gpuboard.agent.event_loop import Loop
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_DEADLINE_S = 5.0
+
+
+def start(loop: "Loop", look: "Callable[[], Dict[str, Any]]", done: "Callable[[Dict[str, Any]], None]") -> None:
+    """Call ``look`` in a new process; call ``done`` with its result once, without ranks if there is none in time."""
+    fd_in, fd_out = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _run(parent, fd_out, look)
+        finally:
+            os._exit(1)
+    os.close(fd_out)
+    os.set_blocking(fd_in, False)
+    received: "List[bytes]" = []
+
+    def finish() -> None:
+        loop.unwatch(fd_in)
+        os.close(fd_in)
+        loop.cancel(timer)
+        teardown.send_signal(pid, signal.SIGKILL)  # reaped with the supervisor's other children
+        try:
+            result = json.loads(b"".join(received).decode("utf-8"))
+        except ValueError:
+            result = {"ranks": [], "load": None, "error": "no result within %d s" % _DEADLINE_S}
+        done(result)
+
+    def read() -> None:
+        while True:
+            try:
+                data = os.read(fd_in, 65536)
+            except BlockingIOError:
+                return
+            if not data:
+                finish()
+                return
+            received.append(data)
+
+    timer = loop.after(_DEADLINE_S, finish)
+    loop.watch(fd_in, IN, read)
+
+
+def _run(parent: int, fd_out: int, look: "Callable[[], Dict[str, Any]]") -> None:
+    """Run as the forked process."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    # Pipes whose ends show others the end of the supervisor must not stay open here.
+    limit = os.sysconf("SC_OPEN_MAX")
+    os.closerange(3, fd_out)
+    os.closerange(fd_out + 1, min(limit if limit > 0 else 65536, 65536))
+    data = json.dumps(look()).encode("ascii")
+    while data:
+        data = data[os.write(fd_out, data) :]
+    os._exit(0)

@@ -1,0 +1,115 @@
+"""When each rank called its newest collectives, and how busy it is: from these the head sees which rank is slow."""
+
+import time
+from collections import Counter
+
+from gpuboard.agent import proc
+from gpuboard.agent.launch.watch.inspection import flight_recorder
+from gpuboard.agent.launch.watch.signs import children, load
+
+MYPY = False
+if MYPY:
+    from typing import Any, Dict, List, Optional, Tuple
+
+_NEWEST = 2000  # collectives of a process group: as many as the flight recorder keeps of all groups
+_WINDOWS = (_NEWEST, 500, 100)  # the newest of them alone may repeat
+_RARE = 0.2  # of the most frequent call: those for a log line, which do not belong to each step
+_STEPS = 60  # where no sequence repeats: parts of equal length
+_ANSWER_S = 2.0  # of all ranks' worker servers
+_SAMPLE_S = 0.5  # of CPU time
+_REPEATS = 4  # that a sequence of collectives needs to count as a step
+
+
+def look(ranks: "List[Tuple[int, int, str]]") -> "Dict[str, Any]":
+    """Return when ``ranks`` (rank, pid, path of its worker server) called collectives: docs/launch-protocol.md."""
+    started = time.monotonic()
+    before = {pid: _cpu_s(pid) for _, pid, _ in ranks}
+    groups = {rank: _groups(pid, path, started + _ANSWER_S) for rank, pid, path in ranks}
+    time.sleep(max(0.0, started + _SAMPLE_S - time.monotonic()))
+    elapsed = time.monotonic() - started
+    found = []
+    for rank, pid, _ in ranks:
+        own_s, workers = _cpu_s(pid)
+        shares = [
+            (cpu_s - before[pid][1][child]) / elapsed for child, cpu_s in workers.items() if child in before[pid][1]
+        ]
+        found.append(
+            {
+                "rank": rank,
+                "cpu": round((own_s - before[pid][0]) / elapsed, 3),
+                "workers": [round(share, 2) for share in shares],
+                "groups": groups[rank],
+            }
+        )
+    return {"ranks": found, "load": load()}
+
+
+def _cpu_s(pid: int) -> "Tuple[float, Dict[int, float]]":
+    """Return the CPU seconds of a rank and of each process directly below it, for example its DataLoader workers."""
+    own = proc.read_process(pid)
+    below = {child: proc.read_process(child) for child in children(pid)}
+    return own.cpu_s if own else 0.0, {child: seen.cpu_s for child, seen in below.items() if seen}
+
+
+def _groups(pid: int, path: str, until: float) -> "Optional[List[Dict[str, Any]]]":
+    trace = flight_recorder(pid, path, until)
+    try:
+        return None if trace is None else arrivals(trace)
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None  # another format of another torch
+
+
+def arrivals(trace: "Dict[str, Any]") -> "List[Dict[str, Any]]":
+    """Return, for each process group in a trace, when its newest collectives were called, by this node's clock.
+
+    ``gaps_us`` are the times between them, ``steps`` the places among them where a step of the training starts.
+    Point-to-point operations are left out.
+    """
+    by_group: "Dict[str, List[Dict[str, Any]]]" = {}
+    for entry in trace.get("entries", []):
+        if not entry["is_p2p"]:
+            by_group.setdefault(str(entry["process_group"][0]), []).append(entry)
+    found = []
+    for name, entries in sorted(by_group.items()):
+        newest = entries[-_NEWEST:]
+        called = [int(entry["time_created_ns"]) // 1000 for entry in newest]
+        first, last = int(newest[0]["collective_seq_id"]), int(newest[-1]["collective_seq_id"])
+        if last - first != len(newest) - 1:
+            continue  # another order of another torch
+        found.append(
+            {
+                "name": name,
+                "first": first,
+                "called_us": called[0],
+                "gaps_us": [called[i] - called[i - 1] for i in range(1, len(called))],
+                "steps": steps([(str(entry["profiling_name"]), str(entry["input_sizes"])) for entry in newest]),
+            }
+        )
+    return found
+
+
+def steps(calls: "List[Tuple[str, str]]") -> "List[int]":
+    """Return the places of ``calls`` (operation, sizes) where steps start: where the shortest sequence starts again.
+
+    >>> steps([("all_reduce", "4"), ("all_reduce", "1")] * 5)
+    [0, 2, 4, 6, 8]
+    """
+    for named in (calls, [(operation, "") for operation, _ in calls]):
+        for least in (0.0, _RARE):
+            for window in _WINDOWS:
+                start = max(0, len(named) - window)
+                counts = Counter(named[start:])
+                often = least * max(counts.values())
+                places = [i for i in range(start, len(named)) if counts[named[i]] > often]
+                length = _period([named[i] for i in places])
+                if length:
+                    return places[::length]
+    return list(range(0, len(calls), max(1, len(calls) // _STEPS)))
+
+
+def _period(calls: "List[Tuple[str, str]]") -> int:
+    """Return the length of the shortest sequence that makes up all ``calls``, 0 without one."""
+    for length in range(1, len(calls) // _REPEATS + 1):
+        if calls[length:] == calls[:-length]:
+            return length
+    return 0

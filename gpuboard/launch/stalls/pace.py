@@ -1,0 +1,213 @@
+"""Which rank the others wait for, step after step: each rank's own time and its waiting time (pure).
+
+The flight recorder has when each rank called a collective. A collective is over when the last rank has called it, so a
+rank that calls the next one after that moment may have waited from its own call until then. The rest is its own time:
+computing, loading data, transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import mean, median
+
+import msgspec
+
+from gpuboard.model.gpu import Count, Number
+
+_STEPS = 60  # the newest ones are looked at
+_ENOUGH = 20  # steps for a judgement: fewer could favour one rank by chance
+_LATE = 0.125  # share of a step that the others wait for a slow rank: it needs a seventh more time
+_LEAST_S = 0.002  # shorter waits are of no interest
+_USUALLY = 0.75  # share of the steps in which it has to be the slow one
+_UNCERTAIN = 4.0  # a wait has to be longer than this many times the uncertainty of the clocks
+
+
+class GroupCalls(msgspec.Struct, frozen=True):
+    """When a rank called the newest collectives of a process group: docs/launch-protocol.md, call ``pace``."""
+
+    name: str
+    first: Count
+    called_us: Count
+    gaps_us: list[Count]
+    steps: list[Count]
+
+
+class RankReading(msgspec.Struct, frozen=True):
+    """One rank: shares of a core that it and its workers use; ``groups`` None: no flight recorder can be read."""
+
+    rank: Count
+    cpu: Number = 0.0
+    workers: list[Number] = []
+    groups: list[GroupCalls] | None = None
+
+
+class PaceReading(msgspec.Struct, frozen=True):
+    """The reply of one node. ``received``, ``replied``: when, in epoch seconds by its clock."""
+
+    ranks: list[RankReading]
+    received: Number
+    replied: Number
+    load: Number | None = None
+    error: str | None = None
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """How far a node's clock is ahead of this machine's, and how uncertain that is, in seconds."""
+
+    ahead_s: float
+    within_s: float
+
+
+def clock(sent: float, reading: PaceReading, arrived: float) -> Clock:
+    """Return the clock of a node from a call and its reply, as NTP does (RFC 5905, section 8)."""
+    ahead_s = (reading.received - sent + reading.replied - arrived) / 2
+    return Clock(ahead_s, max(0.0, (arrived - sent - (reading.replied - reading.received)) / 2))
+
+
+class RankPace(msgspec.Struct, frozen=True):
+    """Seconds of a step in which a rank is busy itself and in which it waits for others."""
+
+    rank: int
+    own_s: float
+    wait_s: float
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """The steps of the ranks of one process group. ``slow``: the ranks that the others wait for."""
+
+    group: str
+    steps: int
+    step_s: float
+    ranks: list[RankPace]
+    newest: int  # collective
+    slow: tuple[int, ...] = ()
+    late_s: float = 0.0  # how long the others wait for them in each step
+
+
+class RankCalls(msgspec.Struct, frozen=True):
+    """A rank's calls by the clock of this machine, which is known to within ``within_s`` there."""
+
+    rank: int
+    calls: GroupCalls
+    ahead_s: float
+    within_s: float
+    node: str
+
+
+def paces(ranks: Sequence[RankCalls], after: Mapping[str, int]) -> list[Pace]:
+    """Return the pace of each process group with two ranks or more that has made steps.
+
+    ``after``: by group, the collective up to which it has been judged before.
+    """
+    groups: dict[str, list[RankCalls]] = {}
+    for one in ranks:
+        groups.setdefault(one.calls.name, []).append(one)
+    found = [_pace(members, after.get(name, -1)) for name, members in groups.items() if len(members) > 1]
+    seen = [pace for pace in found if pace is not None]
+    waits: dict[int, float] = {}  # share of its time that a rank waits, in all its groups
+    for pace in seen:
+        for rank in pace.ranks:
+            waits[rank.rank] = waits.get(rank.rank, 0.0) + rank.wait_s / pace.step_s
+    return [_without_echoes(pace, waits) for pace in seen]
+
+
+def _without_echoes(pace: Pace, waits: Mapping[int, float]) -> Pace:
+    """Leave out ranks that are late because they wait in another group."""
+    slow = tuple(rank for rank in pace.slow if waits[rank] <= pace.late_s / pace.step_s / 2)
+    return msgspec.structs.replace(pace, slow=slow, late_s=pace.late_s if slow else 0.0)
+
+
+def _pace(members: Sequence[RankCalls], after: int) -> Pace | None:
+    end = min(one.calls.first + len(one.calls.gaps_us) for one in members)
+    first = max(after, *(one.calls.first for one in members))
+    starts = [seq for offset in members[0].calls.steps if first <= (seq := members[0].calls.first + offset) <= end]
+    starts = starts[-_STEPS - 1 :]
+    if len(starts) <= _ENOUGH:
+        return None
+    first, end = starts[0], starts[-1]
+    called = {one.rank: _seconds(one, first, end) for one in members}
+    waits, last = _waits(called, [seq - first for seq in starts])
+    spans = [(start - first, stop - first) for start, stop in pairwise(starts)]
+    lengths = [last[stop] - last[start] for start, stop in spans]
+    by_step = {rank: [sum(each[start:stop]) for start, stop in spans] for rank, each in waits.items()}
+    step_s = median(lengths)
+    if step_s <= 0:
+        return None  # the clock was set
+    found = [RankPace(rank, max(0.0, step_s - median(each)), median(each)) for rank, each in sorted(by_step.items())]
+    slow, late_s = _slow(found, by_step, step_s)
+    several = len({one.node for one in members}) > 1
+    uncertain_s = _UNCERTAIN * max(one.within_s for one in members) if several else 0.0
+    if late_s < max(_LEAST_S, uncertain_s):
+        slow, late_s = (), 0.0
+    return Pace(members[0].calls.name, len(spans), step_s, found, end, slow, late_s)
+
+
+def _seconds(one: RankCalls, first: int, end: int) -> list[float]:
+    """Return when a rank called the collectives ``first`` to ``end``, in seconds since the epoch of this machine."""
+    at, found = one.calls.called_us, []
+    for seq, gap in enumerate([0, *one.calls.gaps_us], one.calls.first):
+        at += gap
+        if first <= seq <= end:
+            found.append(at / 1e6 - one.ahead_s)
+    return found
+
+
+def _waits(called: Mapping[int, Sequence[float]], starts: Sequence[int]) -> tuple[dict[int, list[float]], list[float]]:
+    """Return for each rank how long it waited in each collective, and when the last rank called each of them.
+
+    Nobody waits in a collective if a rank calls the next one before it is over: it overlaps with computing. Where
+    ranks are never that far apart, the times decide: after a wait, the next call follows the end of the collective more
+    regularly than it follows the rank's own call.
+    """
+    last = [max(each) for each in zip(*called.values(), strict=True)]
+    early = min(called, key=lambda rank: median(at - end for at, end in zip(called[rank], last, strict=True)))
+    count = len(last) - 1
+    blocking = [min(each[k + 1] for each in called.values()) >= last[k] for k in range(count)]
+    own = called[early]
+    for places in _phases(starts, count):
+        blocks = sum(blocking[k] for k in places) >= 0.9 * len(places)
+        if blocks:
+            since_end = _spread([own[k + 1] - last[k] for k in places])
+            blocks = since_end <= _spread([own[k + 1] - own[k] for k in places])
+        for k in places:
+            blocking[k] = blocks
+    return {
+        rank: [last[k] - each[k] if blocking[k] else 0.0 for k in range(count)] for rank, each in called.items()
+    }, last
+
+
+def _phases(starts: Sequence[int], count: int) -> list[list[int]]:
+    """Return the collectives by their place in a step: the same call of the script, as a rule."""
+    found: dict[int, list[int]] = {}
+    for start, stop in pairwise(starts):
+        for k in range(start, min(stop, count)):
+            found.setdefault(k - start, []).append(k)
+    return list(found.values())
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the median absolute deviation, which single long steps do not change."""
+    middle = median(values)
+    return median(abs(value - middle) for value in values)
+
+
+def _slow(
+    found: Sequence[RankPace], by_step: Mapping[int, Sequence[float]], step_s: float
+) -> tuple[tuple[int, ...], float]:
+    """Return the ranks that the others wait for in most steps, and how long they wait in each; () if there are none."""
+    waits = sorted(rank.wait_s for rank in found)
+    usual = median(waits[len(waits) // 2 :])
+    slow = [rank.rank for rank in found if rank.wait_s <= usual / 3]
+    others = [rank.rank for rank in found if rank.wait_s > usual / 3]
+    if not slow or len(slow) > len(others):
+        return (), 0.0
+    late_s = usual - mean(rank.wait_s for rank in found if rank.rank in slow)
+    steps = len(by_step[slow[0]])
+    usually = sum(
+        median(by_step[rank][k] for rank in others) - mean(by_step[rank][k] for rank in slow) > late_s / 2
+        for k in range(steps)
+    )
+    if late_s < _LATE * step_s or usually < _USUALLY * steps:
+        return (), 0.0
+    return tuple(slow), late_s

@@ -1,0 +1,176 @@
+"""A rank that the others wait for, step after step: when to look, and the verdict `slow` with what is beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import msgspec
+
+from gpuboard.launch.runs.folder import RankView, VerdictView
+from gpuboard.launch.stalls.pace import Pace, PaceReading, RankCalls, RankReading, clock, paces
+from gpuboard.launch.stalls.slow import evidence, pace_lines, remedy, slow_text
+from gpuboard.launch.stalls.verdict import Explanation
+from gpuboard.launch.supervisors import CallReply, Supervisors
+from gpuboard.model.snapshot import Snapshot
+from gpuboard.model.units import iso
+
+_REPLY_S = 10.0  # the nodes' own deadline is 5 s
+
+
+class PaceTiming(msgspec.Struct, frozen=True):
+    """All fields but ``looks`` are seconds."""
+
+    # from the start to the first look: the steps have to be those of training
+    first_s: float = 10.0
+    # from one look to the next while a rank is suspected
+    again_s: float = 5.0
+    # longest interval between looks: each costs a rank about 20 ms of CPU
+    longest_s: float = 60.0
+    # looks in a row, each at other steps, that have to name the same ranks
+    looks: int = 3
+    # longest wait for the readings of the GPUs that belong to a verdict
+    gpus_s: float = 15.0
+
+
+DEFAULT_PACE_TIMING = PaceTiming()
+
+
+class PaceWatch:
+    """Decides when to look, and which slow ranks are established (pure: times are passed in, monotonic seconds)."""
+
+    def __init__(self, timing: PaceTiming = DEFAULT_PACE_TIMING) -> None:
+        self.slow: Pace | None = None  # established, as last seen
+        self.newest: list[Pace] = []  # of all process groups, as last seen
+        self.judged: dict[str, int] = {}  # group → the newest collective that has been looked at
+        self._timing = timing
+        self._next = 0.0
+        self._interval = timing.again_s
+        self._seen: tuple[int, ...] = ()  # slow ranks of the newest look
+        self._count = 0  # of looks that have shown the same
+
+    def due(self, now: float) -> bool:
+        """Return whether to look now."""
+        if not self._next:
+            self._next = now + self._timing.first_s
+        return now >= self._next
+
+    def looked(self, found: Sequence[Pace], now: float) -> None:
+        """Evaluate a look; ``found`` is empty if the ranks have made too few steps since the one before."""
+        slowest = max(found, key=lambda pace: pace.late_s / pace.step_s, default=None)
+        if slowest is not None:
+            self.newest = list(found)
+            self.judged |= {pace.group: pace.newest for pace in found}
+            self._count = self._count + 1 if slowest.slow == self._seen else 1
+            self._seen = slowest.slow
+            if self._count >= self._timing.looks or self._seen == self._established:
+                self.slow = slowest if slowest.slow else None
+        suspected = slowest is not None and self._seen != self._established
+        self._interval = self._timing.again_s if suspected else min(1.5 * self._interval, self._timing.longest_s)
+        self._next = now + self._interval
+
+    @property
+    def _established(self) -> tuple[int, ...]:
+        return () if self.slow is None else self.slow.slow
+
+
+class Straggler:
+    """The head's part: asks the nodes, keeps the verdict. ``notify`` prints a message."""
+
+    def __init__(
+        self,
+        supervisors: Supervisors,
+        ranks: Mapping[int, RankView],
+        *,
+        read_gpus: Callable[[], None] | None,
+        notify: Callable[[str], None],
+    ) -> None:
+        """``read_gpus`` starts a reading of the GPUs, which is passed to :meth:`take_gpus`; None: there are none."""
+        self.verdict: VerdictView | None = None  # the one that stands
+        self._supervisors = supervisors
+        self._ranks = ranks
+        self._read_gpus = read_gpus
+        self._notify = notify
+        self._watch = PaceWatch()
+        self._sent: dict[str, float] = {}  # node whose reply is awaited → when it was asked, epoch seconds
+        self._calls: list[RankCalls] = []
+        self._readings: dict[int, RankReading] = {}
+        self._loads: dict[str, float | None] = {}
+        self._named: tuple[int, ...] = ()  # slow ranks of the verdict
+        self._gpus_until: float | None = None  # a verdict waits for readings of the GPUs
+
+    def explain(self, explanation: Explanation) -> Explanation:
+        """Return ``explanation`` with the pace of the ranks at the newest look; called in any thread."""
+        found = self._watch.newest
+        lines = [line for pace in found for line in pace_lines(pace, self._ranks)]
+        return msgspec.structs.replace(explanation, paces=found, pace=lines)
+
+    def tick(self, now: float, nodes: Collection[str]) -> bool:
+        """Look if that is due; return whether the verdict has changed. ``nodes``: those whose ranks run."""
+        if self._watch.due(now) and not self._sent and nodes:
+            self._calls, self._readings, self._loads = [], {}, {}
+            for node in nodes:
+                self._sent[node] = time.time()
+                self._supervisors.call(node, "pace", {}, _REPLY_S, PaceReading)
+        if self._gpus_until is not None and now >= self._gpus_until:
+            self._gpus_until = None
+            return self._establish(None)
+        slow = () if self._watch.slow is None else self._watch.slow.slow
+        if slow == self._named:
+            return False
+        self._named = slow
+        if slow and self._read_gpus is not None:
+            self._gpus_until = now + DEFAULT_PACE_TIMING.gpus_s
+            self._read_gpus()
+            return False
+        return self._establish(None)
+
+    def take(self, reply: CallReply, now: float) -> None:
+        """Process a node's reply. A node without one is left out: the ranks of a group then lack some of its members,
+        which changes who waits, so that nothing is concluded."""
+        sent = self._sent.pop(reply.node, None)
+        reading = reply.value
+        if sent is not None and isinstance(reading, PaceReading):
+            there = clock(sent, reading, time.time())
+            self._loads[reply.node] = reading.load
+            for rank in reading.ranks:
+                self._readings[rank.rank] = rank
+                self._calls += [
+                    RankCalls(rank.rank, group, there.ahead_s, there.within_s, reply.node)
+                    for group in rank.groups or ()
+                    if rank.rank in self._ranks
+                ]
+        if not self._sent:
+            complete = self._readings.keys() >= self._ranks.keys()
+            self._watch.looked(paces(self._calls, self._watch.judged) if complete else [], now)
+            self._calls = []
+
+    def take_gpus(self, snapshot: Snapshot) -> bool:
+        """Process a reading of the GPUs; return whether the verdict has changed."""
+        if self._gpus_until is None:
+            return False  # preflight's
+        self._gpus_until = None
+        return self._establish(snapshot)
+
+    def _establish(self, snapshot: Snapshot | None) -> bool:
+        pace = self._watch.slow
+        if pace is None:
+            if self.verdict is not None:
+                self._notify("no rank is slower than the others any more")
+            changed, self.verdict = self.verdict is not None, None
+            return changed
+        lines = evidence(pace, self._ranks, self._readings, self._loads, snapshot)
+        hint = remedy(pace, self._ranks, self._readings, self._loads, snapshot)
+        lines.append(f"→ {hint}")
+        text = slow_text(pace, self._ranks)
+        nodes = {self._ranks[rank].node for rank in pace.slow}
+        self.verdict = VerdictView(
+            iso(time.time()),
+            "slow",
+            pace.slow[0] if len(pace.slow) == 1 else None,
+            nodes.pop() if len(nodes) == 1 else None,
+            text,
+            "\n".join(lines),
+        )
+        self._notify("\n".join([text, *(f"  {line}" for line in lines)]))
+        return True
