@@ -57,6 +57,24 @@ reduce()
 """
 
 
+# Even steps until there is a file `slow`, then rank 1 takes half as long again, until there is a file `end`.
+STEPS = """\
+import os, time, torch
+from torch import distributed
+
+distributed.init_process_group("gloo")
+weights, flag = torch.ones(5000), torch.ones(1)
+print("up", flush=True)
+while flag:
+    for step in range(20):
+        late = os.environ["RANK"] == "1" and os.path.exists("slow")
+        time.sleep(0.06 if late else 0.04)
+        distributed.all_reduce(weights)
+    flag[0] = not os.path.exists("end")
+    distributed.broadcast(flag, 0)
+"""
+
+
 def explain(env: Mapping[str, str], *words: str, code: int = 0) -> str:
     """Return what `gpuboard explain` prints, its errors included."""
     command = [sys.executable, "-m", "gpuboard", "explain", *words]
@@ -176,3 +194,28 @@ def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
         assert [v.kind for v in run.view().verdicts] == ["stall-mismatch", "stopped"]
         assert "the ranks differ at collective 5" in explain(run.env), "also after the end"
         assert not list(Path("/tmp").glob(f"gpuboard-{run.view().id}-*")), "the ranks' sockets"
+
+
+def test_a_rank_that_the_others_wait_for_in_each_step_is_named(tmp_path: Path) -> None:
+    node = os.uname().nodename.partition(".")[0]
+    with Launch(tmp_path, STEPS, n=3, torch=True) as run:
+        run.wait_for("up")
+        until(lambda: "per step, the median of " in explain(run.env))
+        assert "the others wait for it" not in explain(run.env), "the steps are even"
+        assert run.text["err"] == ""
+        (tmp_path / "slow").write_text("")
+        line = run.wait_for("per step: ", "err").splitlines()[0]
+        assert re.fullmatch(
+            rf"gpuboard: slow: the other ranks wait \d+ ms of \d+ ms in each step for rank 1 \({node}:1\)", line
+        )
+        view = run.wait_view(lambda view: bool(view.verdicts))
+        assert [(v.kind, v.rank, v.node, v.text) for v in view.verdicts] == [
+            ("slow", 1, node, line.removeprefix("gpuboard: "))
+        ]
+        assert view.state == "running"
+        assert re.search(
+            rf"rank 1 \({node}:1\): own time \d+ ms, waits .* ms, the others wait for it", explain(run.env)
+        )
+        (tmp_path / "end").write_text("")
+        assert run.wait() == 0
+        assert (run.view().state, [verdict.kind for verdict in run.view().verdicts]) == ("done", ["slow"])

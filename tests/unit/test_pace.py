@@ -1,104 +1,236 @@
-"""How many connections are set up at once: more where they are fast, fewer where slow; those that hang do not count."""
+"""Which rank the others wait for, step after step: from the times of collectives, on simulated ranks."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
-from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory.nodes import Node
-from gpuboard.cluster.snapshot.views import NodeFacts
-from gpuboard.config import Settings
-from gpuboard.shellprobe.connector import NodeConnector
-from gpuboard.transport.ssh.pace import AT_ONCE, LEAST, Pace
+import pytest
 
+from gpuboard.agent.launch.watch.pace import arrivals, steps
+from gpuboard.launch.runs.folder import RankView
+from gpuboard.launch.stalls.pace import (
+    GroupCalls,
+    Pace,
+    PaceReading,
+    RankCalls,
+    RankPace,
+    RankReading,
+    clock,
+    paces,
+)
+from gpuboard.launch.stalls.slow import evidence, pace_lines, remedy, slow_text
+from gpuboard.launch.stalls.straggler import PaceWatch
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 
-async def attempt(pace: Pace, under_way: list[int], *, starts: bool = False, hangs: bool = False) -> None:
-    turn = await pace.enter()
-    under_way.append(under_way[-1] + 1)
-    succeeded = False
-    try:
-        turn.starting = starts
-        if hangs:
-            await asyncio.Event().wait()
-        for _ in range(5):
-            await asyncio.sleep(0)
-            turn.progress()
-        succeeded = True
-    finally:
-        under_way.append(under_way[-1] - 1)
-        pace.leave(turn, succeeded=succeeded)
+Work = Callable[[int, int], Sequence[float]]  # rank, step → own time before each collective of the step
 
 
-async def test_fast_successes_raise_the_number_up_to_the_limit() -> None:
-    pace, under_way = Pace(64, 60.0), [0]
-    await asyncio.gather(*(attempt(pace, under_way) for _ in range(300)))
-    assert max(under_way[:AT_ONCE]) <= AT_ONCE
-    assert AT_ONCE < max(under_way) <= 64
-    assert pace.at_once == 64
+def simulated(
+    work: Work, ranks: int = 3, count: int = 50, *, overlap: bool = False, ahead_s: float = 0.0, within_s: float = 0.0
+) -> list[RankCalls]:
+    """Return when ranks call collectives, of which each waits for the last rank; with ``overlap`` the step's last one.
+
+    Ranks 2 and above are on gpu02, whose clock is ``ahead_s`` ahead of what is known, to within ``within_s``.
+    """
+    noise = random.Random(1)
+    now = [1000.0] * ranks
+    called: list[list[float]] = [[] for _ in range(ranks)]
+    offsets: list[int] = []
+    for step in range(count):
+        offsets.append(len(called[0]))
+        own = [work(rank, step) for rank in range(ranks)]
+        for k in range(len(own[0])):
+            for rank in range(ranks):
+                now[rank] += own[rank][k] * noise.uniform(0.99, 1.01)
+                called[rank].append(now[rank])
+            if not overlap or k == len(own[0]) - 1:
+                now = [max(now) + 0.001] * ranks
+    return [
+        RankCalls(rank, _calls(times, offsets, ahead_s * (rank > 1)), 0.0, within_s, f"gpu0{rank // 2 + 1}")
+        for rank, times in enumerate(called)
+    ]
 
 
-async def test_slow_successes_lower_the_number() -> None:
-    pace, under_way = Pace(64, 0.0), [0]  # every success is slow
-    pace.near_s = 0.0
-    await asyncio.gather(*(attempt(pace, under_way) for _ in range(40)))
-    assert pace.at_once == LEAST
-    assert max(under_way) <= AT_ONCE
+def _calls(times: Sequence[float], offsets: list[int], ahead_s: float = 0.0, name: str = "0") -> GroupCalls:
+    stamps = [round((at + ahead_s) * 1e6) for at in times]
+    gaps = [later - earlier for earlier, later in pairwise(stamps)]
+    return GroupCalls(name, 1, stamps[0], gaps, offsets)
 
 
-async def test_a_slow_network_does_not_lower_the_number() -> None:
-    pace = Pace(64, 0.0)
-    for _ in range(20):
-        turn = await pace.enter()
-        await asyncio.sleep(0.01)
-        turn.progress()  # the first reply takes about half of it: the network is slow
-        await asyncio.sleep(0.01)
-        pace.leave(turn, succeeded=True)
-    assert pace.at_once > AT_ONCE
+def slow(calls: Sequence[RankCalls]) -> tuple[int, ...]:
+    """Return the slow ranks of the only process group."""
+    (found,) = paces(calls, {})
+    return found.slow
 
 
-async def test_attempts_that_hang_do_not_count() -> None:
-    for starts in (False, True):  # in the handshake, or in their shells' start-up files
-        pace, under_way = Pace(64), [0]
-        hung = [asyncio.create_task(attempt(pace, under_way, starts=starts, hangs=True)) for _ in range(32)]
-        await asyncio.wait_for(asyncio.gather(*(attempt(pace, under_way) for _ in range(300))), 120)
-        assert not any(task.done() for task in hung)
-        assert max(under_way) <= 64
-        for task in hung:
-            task.cancel()
-        await asyncio.wait(hung)
+def test_a_rank_that_needs_a_third_more_time_is_named_with_what_the_others_wait() -> None:
+    (found,) = paces(simulated(lambda rank, _: [0.13 if rank == 1 else 0.1]), {})
+    assert (found.slow, found.group, found.steps) == ((1,), "0", 49)
+    assert [found.step_s, found.late_s] == pytest.approx([0.131, 0.03], abs=0.002)
+    assert [one.own_s for one in found.ranks] == pytest.approx([0.101, 0.131, 0.101], abs=0.002)
+    assert found.newest == 50
 
 
-async def test_a_cancelled_attempt_frees_its_turn() -> None:
-    pace = Pace(1, 60.0)
-    first = await pace.enter()
-    waiting = [asyncio.create_task(pace.enter()) for _ in range(3)]
-    await asyncio.sleep(0)
-    waiting[0].cancel()
-    pace.leave(first, succeeded=True)  # the second one's turn, after it was cancelled
-    waiting[1].cancel()
-    for task in waiting[:2]:
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-    pace.leave(await asyncio.wait_for(waiting[2], 60), succeeded=True)
+def _data_dependent(seed: int) -> Work:
+    lengths = random.Random(seed)
+    return lambda _rank, _step: [lengths.choice([0.1, 0.15, 0.2])]
 
 
-def test_nodes_that_answer_one_after_the_other_are_all_reached() -> None:
-    names = [f"gpu{number:02d}" for number in range(5)]
-    fleet = Fleet([Node(name, name) for name in names], Settings(), interval_s=None, connector=_Nowhere(Settings()))
-
-    def answer(_: float, silent: list[str]) -> None:
-        fleet._feeds[silent[0]].facts = NodeFacts(name=silent[0], error="it answers")
-
-    try:
-        fleet.wait_all(2.5, answer)  # one about each second
-        assert [node.error for node in fleet.snapshot().nodes] == ["it answers"] * len(names)
-        fleet._feeds["gpu04"].facts = NodeFacts(name="gpu04")
-        fleet.wait_all(0.5)
-        assert not fleet._feeds["gpu04"].answered, "one that does not come is not waited for without end"
-    finally:
-        fleet.close()
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda _rank, _step: [0.1],
+        lambda rank, _: [0.108 if rank == 1 else 0.1],  # a little slower
+        lambda rank, step: [0.15 if step % 3 == rank else 0.1],  # each in turn
+        lambda rank, step: [1.1 if rank == 0 and step % 10 == 0 else 0.1],  # rank 0 logs, or saves
+        lambda rank, _: [0.1 if rank == 1 else 0.13],  # one is fast: most are not slow
+        *(_data_dependent(seed) for seed in range(5)),
+    ],
+)
+def test_nobody_is_named_in_a_healthy_run(work: Work) -> None:
+    assert slow(simulated(work)) == ()
 
 
-class _Nowhere(NodeConnector):
-    """Reaches no node."""
+def test_too_few_steps_and_a_single_rank_tell_nothing() -> None:
+    assert paces(simulated(lambda rank, _: [0.1 + rank], count=20), {}) == []
+    assert paces(simulated(lambda _rank, _step: [0.1], ranks=1), {}) == []
+    assert paces(simulated(lambda rank, _: [0.1 + rank], count=50), {"0": 35}) == [], "all others were judged before"
+
+
+def test_two_ranks_of_a_slow_node_are_named_together() -> None:
+    assert slow(simulated(lambda rank, _: [0.14 if rank in {2, 3} else 0.1], ranks=8)) == (2, 3)
+
+
+def test_collectives_that_overlap_with_computing_are_waited_for_once_per_step() -> None:
+    """As DistributedDataParallel's buckets: the lag of the slow rank grows until the end of the step."""
+    (found,) = paces(simulated(lambda rank, _: [0.024 if rank == 1 else 0.02] * 5, overlap=True), {})
+    assert found.slow == (1,)
+    assert found.late_s == pytest.approx(0.02, abs=0.002)
+
+
+def test_clocks_of_nodes_are_compared_only_as_far_as_they_are_known() -> None:
+    def late(rank: int, _: int) -> list[float]:
+        return [0.13 if rank == 3 else 0.1]
+
+    assert slow(simulated(late, ranks=4, within_s=0.002)) == (3,)
+    assert slow(simulated(late, ranks=4, within_s=0.02)) == ()
+    assert slow(simulated(lambda _rank, _step: [0.1], ranks=4, ahead_s=0.02, within_s=0.02)) == ()
+    reading = PaceReading([], received=105.0, replied=105.5)
+    there = clock(100.0, reading, 100.6)
+    assert [there.ahead_s, there.within_s] == pytest.approx([4.95, 0.05])
+
+
+def test_a_rank_that_is_late_because_it_waits_in_another_group_is_not_named() -> None:
+    """Ranks 0-1 and 2-3 share a model, 0 and 2, 1 and 3 a part of it; rank 0 is slow."""
+    times: list[list[float]] = [[], [], [], []]
+    reduced: list[list[float]] = [[], [], [], []]
+    now = 1000.0
+    for _ in range(50):
+        own = [0.14, 0.1, 0.1, 0.1]
+        done = [now + max(own[:2]), now + max(own[:2]), now + max(own[2:]), now + max(own[2:])]
+        for rank in range(4):
+            times[rank].append(now + own[rank])
+            reduced[rank].append(done[rank] + 0.001)
+        now = max(done) + 0.002
+    offsets = list(range(50))
+    calls = []
+    for rank in range(4):
+        calls.append(RankCalls(rank, _calls(times[rank], offsets, name=f"model{rank // 2}"), 0.0, 0.0, "gpu01"))
+        calls.append(RankCalls(rank, _calls(reduced[rank], offsets, name=f"data{rank % 2}"), 0.0, 0.0, "gpu01"))
+    assert {pace.group: pace.slow for pace in paces(calls, {})} == {
+        "model0": (0,), "model1": (), "data0": (0,), "data1": (),
+    }  # fmt: skip
+
+
+def test_steps_are_found_where_some_have_more_calls() -> None:
+    gradients, flag = ("all_reduce", [[5000]]), ("broadcast", [[1]])
+    step = [gradients, ("all_reduce", [[9000]])]
+    assert steps([*step, flag, *step * 5]) == [0, 3, 5, 7, 9, 11]
+    assert steps(([gradients] * 20 + [flag]) * 5) == [k for k in range(104) if k % 21 != 20]
+    assert steps(([gradients] * 20 + [("all_reduce", [[70, 30]])]) * 5) == [0, 21, 42, 63, 84], "buckets of one step"
+    lengths = [("all_reduce", [[k * k]]) for k in range(8)]
+    assert steps(lengths) == list(range(8)), "the operations repeat"
+    assert len(steps([(str(k * k), []) for k in range(600)])) == 60, "nothing repeats"
+
+
+def test_a_trace_is_read_by_process_group() -> None:
+    def entry(seq: int, *, p2p: bool = False) -> dict[str, object]:
+        return {
+            "is_p2p": p2p, "process_group": ["0", "default_pg"], "collective_seq_id": seq, "input_sizes": [[4]],
+            "time_created_ns": 1_000_000_000 + 5_000_000 * seq, "profiling_name": "gloo:all_reduce",
+        }  # fmt: skip
+
+    trace = {"entries": [entry(1), entry(2), entry(2, p2p=True), entry(3)]}
+    assert arrivals(trace) == [
+        {"name": "0", "first": 1, "called_us": 1_005_000, "gaps_us": [5000, 5000], "steps": [0, 1, 2]}
+    ]
+    assert arrivals({"entries": [entry(1), entry(3)]}) == [], "not all are there"
+
+
+def pace(*named: int, newest: int = 100) -> Pace:
+    """Return the pace of three ranks, of which those named are slow."""
+    ranks = [RankPace(rank, 0.14 if rank in named else 0.1, 0.0 if rank in named else 0.04) for rank in range(3)]
+    return Pace("0", 40, 0.14, ranks, newest, named, 0.04 if named else 0.0)
+
+
+def test_three_looks_in_a_row_establish_a_slow_rank_and_its_end() -> None:
+    watch = PaceWatch()
+    assert not watch.due(1000.0)
+    assert not watch.due(1009.0)
+    now, named, looks = 1010.0, [], []
+    for found in [[], [pace(1)], [pace(1)], [pace(2)], [pace(1)], [], [pace(1)], [pace(1)], [pace()], [pace(1)],
+                  [pace()], [pace()], [pace()]]:  # fmt: skip
+        assert watch.due(now)
+        looks.append(now)
+        watch.looked(found, now)
+        named.append(watch.slow is not None)
+        while not watch.due(now):
+            now += 1.0
+    assert named == [False] * 7 + [True] * 5 + [False]
+    assert looks[3] - looks[2] == 5.0, "soon again while a rank is suspected"
+    for _ in range(10):
+        watch.looked([pace()], now)
+    assert not watch.due(now + 59.0)
+    assert watch.due(now + 60.0)
+    assert watch.judged == {"0": 100}
+
+
+RANKS = {rank: RankView(rank, f"gpu0{rank // 2 + 1}", rank % 2, rank % 2) for rank in range(3)}
+
+
+def test_the_verdict_has_what_is_beside_the_slow_rank() -> None:
+    readings = {
+        rank: RankReading(rank, 0.9 - rank / 10, [0.99, 0.97] if rank == 1 else [0.2, 0.3]) for rank in range(3)
+    }
+    hot = GpuView(1, "GPU-1", "H100", "", "busy", "", temperature=91, power=310.2, throttle=["hw_thermal"])
+    cool = [GpuView(0, f"GPU-{k}", "H100", "", "busy", "", temperature=60 + k, power=650.0) for k in range(2)]
+    nodes = [NodeView("gpu01", "up", gpus=[cool[0], hot]), NodeView("gpu02", "up", gpus=[cool[1]])]
+    snapshot = Snapshot(1, "", "", nodes)
+    found, loads = pace(1), {"gpu01": 2.5, "gpu02": 0.2}
+    assert slow_text(found, RANKS) == "slow: the other ranks wait 40 ms of 140 ms in each step for rank 1 (gpu01:1)"
+    assert evidence(found, RANKS, readings, loads, snapshot) == [
+        "own time per step: 140 ms; the others 100 ms",
+        "CPU: 80 %; the others 70 % to 90 % of a core",
+        "DataLoader workers and other child processes: 2, each 98 %; the others 25 % of a core",
+        "load: gpu01 2.5; the other nodes 0.2 tasks per CPU",
+        "GPU gpu01:1: 91 °C (the others 60 to 61), 310 W (the others 650), too hot, slowed down by the hardware",
+    ]
+    assert remedy(found, RANKS, readings, loads, snapshot).startswith("its GPU runs with lowered clocks")
+    assert remedy(found, RANKS, readings, loads, None).startswith("its DataLoader workers are busy")
+    idle = {1: RankReading(1, 0.02)}
+    assert remedy(found, RANKS, idle, loads, None).startswith("it hardly computes (2 % of a core)")
+    assert remedy(found, RANKS, {}, loads, None).startswith("CPUs of gpu01 are scarce")
+    assert remedy(found, RANKS, {}, {}, None).startswith("`gpuboard explain --stacks`")
+    assert evidence(found, RANKS, {}, {}, None) == ["own time per step: 140 ms; the others 100 ms"]
+    assert pace_lines(found, RANKS)[:3] == [
+        "140 ms per step, the median of 40 steps:",
+        "  rank 0 (gpu01:0): own time 100 ms, waits 40 ms",
+        "  rank 1 (gpu01:1): own time 140 ms, waits 0.0 ms, the others wait for it",
+    ]
+
+
+def test_several_slow_ranks_are_named_with_their_nodes() -> None:
+    text = slow_text(pace(0, 1), RANKS)
+    assert text == "slow: the other rank waits 40 ms of 140 ms in each step for ranks 0-1 (gpu01)"

@@ -11,7 +11,7 @@ import time
 from gpuboard.agent import proc
 from gpuboard.agent.event_loop import IN, OUT, Loop
 from gpuboard.agent.launch import CallRefused
-from gpuboard.agent.launch.watch import inspection, signs
+from gpuboard.agent.launch.watch import forked, inspection, signs
 from gpuboard.agent.runs import control, files, jobs
 
 MYPY = False
@@ -133,7 +133,7 @@ class _Server:
 
         def look() -> None:
             seen.sample()
-            inspection.start(self._loop, ranks, self._pyspy, done)
+            forked.start(self._loop, lambda: inspection.inspect(ranks, self._pyspy), done)
 
         self._loop.after(signs.INTERVAL_S, look)  # py-spy pauses the ranks: their use of the CPU is measured before
         return _LATER

@@ -50,8 +50,8 @@ class RankView(msgspec.Struct, frozen=True):
 class VerdictView(msgspec.Struct, frozen=True):
     """A conclusion about a run. ``rank`` and ``node`` are None if it concerns no single one.
 
-    ``kind``: one of ``failure.FailureKind`` or ``verdict.StallKind``, or preflight, head-died, unreadable. ``groups``:
-    what the ranks did when a stall was found.
+    ``kind``: one of ``failure.FailureKind`` or ``verdict.StallKind``, or slow, preflight, head-died, unreadable.
+    ``groups``: what the ranks did when a stall was found.
     """
 
     at: str

@@ -12,6 +12,7 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import ranges
 
 _BUSY = 0.8  # share of a core from which on a process computes without pause
+_IDLE = 0.2  # of a core: below, a rank waits for something else
 _CROWDED = 1.5  # tasks per CPU
 
 Ranks = Mapping[int, RankView]
@@ -83,6 +84,8 @@ def remedy(pace: Pace, ranks: Ranks, readings: Readings, loads: Loads, snapshot:
     first = readings.get(pace.slow[0])
     if first is not None and first.workers and mean_of(first.workers) > _BUSY:
         return "its DataLoader workers are busy all the time: more workers, less work per item, or faster storage"
+    if first is not None and first.cpu + sum(first.workers) < _IDLE:
+        return f"it hardly computes ({_percent(first.cpu)} of a core): it waits for data, a file system or a device"
     crowded = [node for node, load in loads.items() if load is not None and load > _CROWDED]
     if ranks[pace.slow[0]].node in crowded:
         return f"CPUs of {clean(ranks[pace.slow[0]].node, 60)} are scarce: see `top` there for what else runs"

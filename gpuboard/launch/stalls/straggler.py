@@ -65,8 +65,10 @@ class PaceWatch:
             self._seen = slowest.slow
             if self._count >= self._timing.looks or self._seen == self._established:
                 self.slow = slowest if slowest.slow else None
-        suspected = slowest is not None and self._seen != self._established
-        self._interval = self._timing.again_s if suspected else min(1.5 * self._interval, self._timing.longest_s)
+        if slowest is not None and self._seen != self._established:
+            self._interval = self._timing.again_s
+        else:  # the ranks are soon to make their first steps, or slow ones: look a little later each time
+            self._interval = min(self._interval * (1.2 if slowest is None else 2.0), self._timing.longest_s)
         self._next = now + self._interval
 
     @property

@@ -13,7 +13,8 @@ if MYPY:
 
 _NEWEST = 2000  # collectives of a process group: as many as the flight recorder keeps of all groups
 _WINDOWS = (_NEWEST, 500, 100)  # the newest of them alone may repeat
-_RARE = 0.2  # of the most frequent call: those for a log line, which do not belong to each step
+# Calls that do not belong to each step, those for a log line or a flag: their share of the most frequent call, elements
+_RARE, _SMALL = 0.2, 1024
 _STEPS = 60  # where no sequence repeats: parts of equal length
 _ANSWER_S = 2.0  # of all ranks' worker servers
 _SAMPLE_S = 0.5  # of CPU time
@@ -82,29 +83,36 @@ def arrivals(trace: "Dict[str, Any]") -> "List[Dict[str, Any]]":
                 "first": first,
                 "called_us": called[0],
                 "gaps_us": [called[i] - called[i - 1] for i in range(1, len(called))],
-                "steps": steps([(str(entry["profiling_name"]), str(entry["input_sizes"])) for entry in newest]),
+                "steps": steps([(str(entry["profiling_name"]), entry["input_sizes"]) for entry in newest]),
             }
         )
     return found
 
 
-def steps(calls: "List[Tuple[str, str]]") -> "List[int]":
+def steps(calls: "List[Tuple[str, List[List[int]]]]") -> "List[int]":
     """Return the places of ``calls`` (operation, sizes) where steps start: where the shortest sequence starts again.
 
-    >>> steps([("all_reduce", "4"), ("all_reduce", "1")] * 5)
+    >>> steps([("all_reduce", [[5000]]), ("all_reduce", [[8]])] * 5)
     [0, 2, 4, 6, 8]
     """
-    for named in (calls, [(operation, "") for operation, _ in calls]):
-        for least in (0.0, _RARE):
-            for window in _WINDOWS:
-                start = max(0, len(named) - window)
-                counts = Counter(named[start:])
-                often = least * max(counts.values())
-                places = [i for i in range(start, len(named)) if counts[named[i]] > often]
-                length = _period([named[i] for i in places])
-                if length:
-                    return places[::length]
+    small = [sum(_elements(size) for size in sizes) <= _SMALL for _, sizes in calls]
+    for named in ([(operation, str(sizes)) for operation, sizes in calls], [(operation, "") for operation, _ in calls]):
+        for window in _WINDOWS:
+            start = max(0, len(named) - window)
+            counts = Counter(named[start:])
+            rare = _RARE * max(counts.values())
+            places = [i for i in range(start, len(named)) if counts[named[i]] > rare or not small[i]]
+            length = _period([named[i] for i in places])
+            if length:
+                return places[::length]
     return list(range(0, len(calls), max(1, len(calls) // _STEPS)))
+
+
+def _elements(size: "List[int]") -> int:
+    found = 1
+    for length in size:
+        found *= int(length)
+    return found
 
 
 def _period(calls: "List[Tuple[str, str]]") -> int:
