@@ -163,6 +163,15 @@ class Context:
         make = self._scheduler_factory()
         return open_ledger(scope or self.scope, self.settings, self.env, make, settle=settle, warn=report)
 
+    def fleet_of_run(self, nodes: Sequence[Node]) -> Fleet:
+        """Return unstarted feeds of the nodes of a run, to be polled on request."""
+        from gpuboard.cluster.fleet import Fleet
+
+        # Inside a job the scheduler reports all of the job's GPUs as allocated, so only their readings count.
+        if all(node.job is not None for node in nodes):
+            return Fleet(nodes, self.settings, interval_s=None)
+        return self.fleet(nodes)
+
     def fleet(
         self, nodes: Sequence[Node] | None = None, *, interval_s: float | None = None, one_shot: bool = True
     ) -> Fleet:

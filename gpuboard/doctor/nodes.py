@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
 
-from gpuboard.cluster.inventory.nodes import Node, folded
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.snapshot.views import NodeFacts
 from gpuboard.doctor.machine import split_remedy
 from gpuboard.launch.preflight.check import Check, grouped
+from gpuboard.launch.preflight.checks import same_driver
 from gpuboard.model.snapshot import NodeView
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
@@ -48,7 +48,9 @@ def clock_offset(at: float, sent: float, arrived: float) -> float:
 
 def node_checks(seen: Sequence[NodeSeen]) -> list[Check]:
     """Return the checks of all nodes."""
-    return [check for one in seen for check in _node(one)] + _agree(seen)
+    drivers = {s.node.name: s.view.driver for s in seen if s.view.driver is not None and s.facts.reading is not None}
+    agree = [same_driver(drivers)] if len(drivers) > 1 else []
+    return [check for one in seen for check in _node(one)] + agree
 
 
 def none_reached(seen: Sequence[NodeSeen]) -> bool:
@@ -141,18 +143,3 @@ def _clock(name: str, offset_s: float | None) -> Check:
     words = f"{format_duration(abs(offset_s))} {'ahead of' if offset_s > 0 else 'behind'} this machine's"
     cause = "a lease expires by the clock of its node"
     return Check("clock", name, "warn", words, cause, "synchronize both: see `chronyc tracking` or `timedatectl`")
-
-
-def _agree(seen: Sequence[NodeSeen]) -> list[Check]:
-    """Return whether all nodes have one driver."""
-    nodes = defaultdict(list)
-    for one in seen:
-        if one.view.driver is not None and one.facts.reading is not None:
-            nodes[one.view.driver].append(one.node.name)
-    if len(nodes) < 2:
-        return [
-            Check("driver", None, "ok", f"{driver} on every node") for driver, names in nodes.items() if len(names) > 1
-        ]
-    words = "; ".join(f"{driver} on {folded(names)}" for driver, names in sorted(nodes.items()))
-    remedy = "update the older driver: NCCL may choose different paths on the nodes"
-    return [Check("driver", None, "warn", words, "the nodes differ", remedy)]

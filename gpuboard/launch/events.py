@@ -107,6 +107,31 @@ class Quiet(msgspec.Struct, frozen=True):
     load: Number | None = None
 
 
+class Reduction(msgspec.Struct, frozen=True):
+    """An all-reduce of all ranks: size of the tensor and mean duration, that of the slowest rank."""
+
+    bytes: Count
+    count: Count
+    took_s: Number
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """Transfers between two ranks: size of the tensor and mean duration in each direction."""
+
+    ranks: tuple[Count, Count]
+    bytes: Count
+    there_s: Number
+    back_s: Number
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What the target ``gpuboard:links`` has measured."""
+
+    rank: Count
+    reductions: list[Reduction]
+    transfers: list[Transfer]
+
+
 class RunNotice(msgspec.Struct, frozen=True):
     """A message for the user."""
 
@@ -114,7 +139,19 @@ class RunNotice(msgspec.Struct, frozen=True):
 
 
 LaunchEvent = (
-    Spawned | Gate | Joined | Store | Output | Raised | Leaving | Exited | NodeEnded | Stopping | Quiet | RunNotice
+    Spawned
+    | Gate
+    | Joined
+    | Store
+    | Output
+    | Raised
+    | Leaving
+    | Exited
+    | NodeEnded
+    | Stopping
+    | Quiet
+    | Measured
+    | RunNotice
 )
 _TYPES: dict[str, type[LaunchEvent]] = {
     "spawned": Spawned,
@@ -128,6 +165,7 @@ _TYPES: dict[str, type[LaunchEvent]] = {
     "ended": NodeEnded,
     "stopping": Stopping,
     "quiet": Quiet,
+    "measured": Measured,
     "notice": RunNotice,
     "stderr": RunNotice,  # output of the agent's own interpreter (docs/agent-protocol.md)
 }

@@ -357,6 +357,8 @@ class Head:
         if isinstance(event, events.Quiet):
             self._stalls.quiet(event, now)
             return
+        if isinstance(event, events.Measured):
+            self._write("measured.json", event)
         self._watch.event(item.node, event, now)
         if isinstance(event, events.Exited):
             self._stalls.ended(event.rank, now)

@@ -11,13 +11,14 @@ import msgspec
 from gpuboard.errors import UsageError
 
 _DOTTED = r"[^\W\d]\w*(?:[.][^\W\d]\w*)*"
+LINKS = "gpuboard:links"  # of `gpuboard doctor --nccl`; its source is sent to the nodes
 _FUNCTION = re.compile(rf"{_DOTTED}:{_DOTTED}")
 
 
 class Target(msgspec.Struct, frozen=True):
     """What each rank runs; ``args`` are passed to it unchanged."""
 
-    kind: Literal["script", "module", "function", "program"]
+    kind: Literal["script", "module", "function", "program", "builtin"]
     name: str
     args: list[str] = []
 
@@ -45,6 +46,8 @@ def parse_target(words: Sequence[str], *, program: bool = False) -> Target:
         raise UsageError(f"{name} is not an option of launch; put the script's own options after its name (see --help)")
     if program:
         return Target("program", name, args)
+    if name == LINKS:
+        return Target("builtin", name, args)
     if _FUNCTION.fullmatch(name):
         return Target("function", name, args)
     if ":" in name and not name.endswith(".py"):

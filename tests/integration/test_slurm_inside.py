@@ -71,8 +71,15 @@ def test_uneven_nodes_give_all_their_gpus(lab: Lab, cgroups: bool) -> None:
 def test_gpus_are_numbered_as_by_slurm(lab: Lab) -> None:
     lab.slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[2-5]")
     lab.put("script.py", WHO % "RANK CUDA_VISIBLE_DEVICES")
-    job = lab.run(f"gpuboard launch {ON_GPUS} script.py; echo $SLURM_JOB_GPUS", "--gpus=2", "-N2")
+    script = f"""
+gpuboard launch {ON_GPUS} script.py
+(eval "$(gpuboard allocate --n 2)"; gpuboard doctor --json --rank-map "$GPUBOARD_RANK_MAP")
+echo $SLURM_JOB_GPUS"""
+    job = lab.run(script, "--gpus=2", "-N2")
     assert ranks(job.out) == ["0 0 gpu01", "1 0 gpu02"], job.err
+    checks = next(json.loads(line)["checks"] for line in job.out.splitlines() if line.startswith("{"))
+    found = {(c["node"], c["status"], c["cause"]) for c in checks if c["name"] == "GPU"}
+    assert found == {("gpu01", "ok", ""), ("gpu02", "ok", "")}, "Slurm's own allocation to this job does not count"
     assert job.out.splitlines()[-1] == "0", "CUDA_VISIBLE_DEVICES of the job's other programs"
 
 

@@ -109,7 +109,7 @@ def test_faults_of_a_node_that_was_read() -> None:
 def test_drivers_that_differ_are_listed_with_their_nodes() -> None:
     nodes = [seen("gpu01"), seen("gpu02", driver="575.2"), seen("gpu03")]
     assert bad(*nodes)[-1][:4] == (
-        None, "driver", "warn", "575.2 on gpu02; 580.1 on gpu[01,03]; the nodes differ",
+        None, "driver", "warn", "580.1 on gpu[01,03]; 575.2 on gpu02; the nodes differ",
     )  # fmt: skip
 
 

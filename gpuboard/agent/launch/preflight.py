@@ -72,6 +72,8 @@ def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, An
         raise CallRefused("cwd", "no folder %s on this node" % config["cwd"])
     if not os.access(config["cwd"], os.X_OK):
         raise CallRefused("cwd", "no permission to enter %s on this node" % config["cwd"])
+    if config["target"]["kind"] == "builtin":  # its source is the supervisor's
+        config = dict(config, target={"kind": "script", "name": os.devnull})
     collect = _program_facts if config["target"]["kind"] == "program" else _run_script
     facts = collect(config, environ)
     if "target_error" in facts:

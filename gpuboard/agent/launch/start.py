@@ -296,7 +296,8 @@ def start_worker(  # noqa: PLR0917
         theirs.close()
     child = Worker(rank, process, ours)
     task = dict(task, supervisor=os.getpid(), wrapped=bool(config["wrap"]))
-    modules = ["worker_channel", *(_WORKER_MODULES if body == "worker" else ()), body]
+    builtin = ["links"] if task.get("kind") == "builtin" else []
+    modules = ["worker_channel", *(_WORKER_MODULES if body == "worker" else ()), *builtin, body]
     payload = json.dumps(
         {
             # Each one finds those before it under their names.

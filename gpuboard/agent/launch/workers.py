@@ -216,6 +216,8 @@ class WorkerGroup:
                 self._emit("raised", dict(message, rank=child.rank))
             elif kind == "leaving":
                 self._emit("leaving", dict(message, rank=child.rank))
+            elif kind == "measured":
+                self._emit("measured", dict(message, rank=child.rank))
         if closed:
             self._loop.unwatch(child.link.fileno())
         return closed

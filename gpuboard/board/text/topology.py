@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gpuboard.model.links import LEVELS, SELF, UNKNOWN, link
 from gpuboard.model.snapshot import GpuView, NodeView
 
-_LEVELS = {10: "SYS", 20: "NODE", 30: "PHB", 40: "PXB", 50: "PIX", 60: "PSB"}
 _MEANINGS = {
     "NV": "NVLinks",
     "PSB": "on one board",
@@ -16,7 +16,6 @@ _MEANINGS = {
     "NODE": "one NUMA node",
     "SYS": "between NUMA nodes",
 }
-SELF, UNKNOWN = "X", "?"
 
 
 class Matrix(NamedTuple):
@@ -24,17 +23,6 @@ class Matrix(NamedTuple):
 
     indexes: tuple[int, ...]
     words: tuple[tuple[str, ...], ...]
-
-
-def link(gpu: GpuView, other: GpuView) -> str:
-    """Return how two GPUs of one node are connected: NV with the number of links, a PCIe level, or ``?``."""
-    if gpu.uuid == other.uuid:
-        return SELF
-    count = gpu.links.get(other.uuid) or other.links.get(gpu.uuid)
-    if count:
-        return f"NV{count}"
-    level = gpu.pci.get(other.uuid, other.pci.get(gpu.uuid))
-    return UNKNOWN if level is None else _LEVELS.get(level, UNKNOWN)
 
 
 def matrix(node: NodeView) -> Matrix:
@@ -62,4 +50,4 @@ def legend(node: NodeView) -> list[tuple[str, str]]:
 def _rank(word: str) -> int:
     if word.startswith("NV"):
         return 1000 + int(word[2:])
-    return next((level for level, known in _LEVELS.items() if known == word), 0)
+    return next((level for level, known in LEVELS.items() if known == word), 0)

@@ -84,7 +84,7 @@ def _sections(args: argparse.Namespace, context: Context) -> tuple[dict[str, lis
         wrong = [config_failure("nodes", error)]
     with (
         _launch_probe(args, context, nodes) as (probe, more),
-        contextlib.closing(context.fleet([*nodes, *more])) as fleet,
+        contextlib.closing((context.fleet if probe is None else context.fleet_of_run)([*nodes, *more])) as fleet,
     ):
         fleet.start()
         facts = machine_facts(context.settings, context.env)

@@ -338,11 +338,9 @@ def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[
     """Return a function that polls ``nodes`` once in the background and passes on the snapshot, complete or not."""
 
     def start(done: Callable[[Snapshot], None]) -> None:
-        from gpuboard.cluster.fleet import FIRST_READING_S, Fleet
+        from gpuboard.cluster.fleet import FIRST_READING_S
 
-        # Inside a job the scheduler reports all of the job's GPUs as allocated, so only their readings count.
-        inside = all(node.job is not None for node in nodes)
-        fleet = Fleet(nodes, context.settings, interval_s=None) if inside else context.fleet(nodes)
+        fleet = context.fleet_of_run(nodes)
         fleet.start()
 
         def read() -> None:

@@ -34,7 +34,7 @@ def script_checks(target: Target, folder: Path) -> list[Check]:
 
 def _files(target: Target) -> list[Path]:
     """Return the files that may be the target, relative to the folder of the launch."""
-    if target.kind == "program":
+    if target.kind in {"program", "builtin"}:
         return []
     if target.kind == "script":
         return [Path(target.name), Path(target.name, "__main__.py")]

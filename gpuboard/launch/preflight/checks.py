@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
+from gpuboard.cluster.inventory.nodes import folded
 from gpuboard.launch.plan import Device
 from gpuboard.launch.preflight.check import Check, CheckStatus
 from gpuboard.launch.preflight.gpus import gpu_checks
@@ -139,10 +140,10 @@ def _agree_on_torch(facts: Mapping[str, LaunchFacts]) -> list[Check]:
         return []
     different = "use the same environment on every node: ranks of different versions hang or compute wrong results"
     return [
-        _same("python", {n: _minor(f.python_version) for n, f in facts.items()}, "fail", different),
-        _same("torch version", {n: f.torch for n, f in facts.items()}, "fail", different),
-        _same("CUDA of torch", {n: f.torch_cuda for n, f in facts.items()}, "fail", different),
-        _same("NCCL", {n: f.nccl for n, f in facts.items()}, "fail", different),
+        same("python", {n: _minor(f.python_version) for n, f in facts.items()}, "fail", different),
+        same("torch version", {n: f.torch for n, f in facts.items()}, "fail", different),
+        same("CUDA of torch", {n: f.torch_cuda for n, f in facts.items()}, "fail", different),
+        same("NCCL", {n: f.nccl for n, f in facts.items()}, "fail", different),
     ]
 
 
@@ -154,8 +155,8 @@ def _agree(answers: Answers) -> list[Check]:
     if answers.snapshot is not None:
         drivers = {view.name: view.driver for view in answers.snapshot.nodes if view.name in facts}
     return [
-        _same("driver", drivers, "warn", "update the older driver: NCCL may choose different paths on the nodes"),
-        _same(
+        same_driver(drivers),
+        same(
             "script",
             {n: f.target_sha256[:12] if f.target_sha256 else None for n, f in facts.items()},
             "fail",
@@ -168,11 +169,17 @@ def _minor(version: str | None) -> str | None:
     return ".".join(version.split(".")[:2]) if version else None
 
 
-def _same(name: str, values: Mapping[str, str | None], status: CheckStatus, remedy: str) -> Check:
+def same_driver(drivers: Mapping[str, str | None]) -> Check:
+    """Return whether all nodes have one driver; ``drivers`` by node, None: not known there."""
+    return same("driver", drivers, "warn", "update the older driver: NCCL may choose different paths on the nodes")
+
+
+def same(name: str, values: Mapping[str, str | None], status: CheckStatus, remedy: str) -> Check:
+    """Return whether all nodes have one value; ``values`` by node, None: not known there."""
     known = {node: value for node, value in values.items() if value is not None}
     counts = Counter(known.values())
     if len(counts) > 1:
-        words = "; ".join(f"{clean(v)} on {', '.join(n for n in known if known[n] == v)}" for v in counts)
+        words = "; ".join(f"{clean(v)} on {folded([n for n in known if known[n] == v])}" for v in counts)
         return Check(name, None, status, words, "the nodes differ", remedy)
     if not counts:
         return Check(name, None, "skipped", "not known on any node")

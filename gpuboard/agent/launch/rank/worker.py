@@ -21,7 +21,7 @@ if MYPY:
     from types import TracebackType
     from typing import Any, Dict, List, Optional, Tuple
 
-    from gpuboard.agent.launch.rank import exception, preimport, torch_hooks
+    from gpuboard.agent.launch.rank import exception, links, preimport, torch_hooks
     from gpuboard.agent.launch.rank.worker_channel import WorkerChannel
 
 _OUR_FILE = "<gpuboard>"  # file name of the frames of this code
@@ -53,6 +53,8 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
             _run_script(namespace, config["name"], config["args"])
         elif config["kind"] == "module":
             _run_module(namespace, config["name"], config["args"])
+        elif config["kind"] == "builtin":
+            _run_links(channel, config)
         else:
             _run_function(namespace, config)
     except SystemExit as end:
@@ -173,7 +175,6 @@ def _run_module(namespace: "Dict[str, Any]", name: str, args: "List[str]") -> No
 
 def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None:
     """Call ``package.module:function`` inside a process group, which is created and destroyed here."""
-    import datetime
     import inspect
 
     _reset_namespace(namespace)
@@ -183,7 +184,31 @@ def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None
     function: "Any" = importlib.import_module(module_name)
     for part in path.split("."):
         function = getattr(function, part)
-    import torch  # the function's module may set variables that torch reads
+    distributed = _join(config).distributed  # the function's module may set variables that torch reads
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError:
+        args = []  # it parses sys.argv, like a main() with argparse
+    function(*args)
+    if distributed.is_initialized():  # unless the function has done it
+        distributed.destroy_process_group()
+
+
+def _run_links(channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
+    """Measure the links between the ranks; the arguments are seconds and the bytes of the largest tensor."""
+    torch = _join(config)
+    device = torch.device(config["device"], *([config["local_rank"]] if config["device"] == "cuda" else []))
+    found = links.Links(torch, device, float(config["args"][0]), int(config["args"][1])).measure()
+    if torch.distributed.get_rank() == 0:
+        channel.send(dict(found, t="measured"))
+    torch.distributed.destroy_process_group()
+
+
+def _join(config: "Dict[str, Any]") -> "Any":
+    """Import torch and initialize the process group; return torch."""
+    import datetime
+
+    import torch
     from torch import distributed
 
     options: "Dict[str, Any]" = {"timeout": datetime.timedelta(seconds=config["timeout_s"])}
@@ -192,13 +217,7 @@ def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None
         if config["backend"] == "nccl":
             options["device_id"] = torch.device("cuda", config["local_rank"])
     _init_process_group(distributed, config["backend"], options)
-    try:
-        inspect.signature(function).bind(*args)
-    except TypeError:
-        args = []  # it parses sys.argv, like a main() with argparse
-    function(*args)
-    if distributed.is_initialized():  # unless the function has done it
-        distributed.destroy_process_group()
+    return torch
 
 
 def _init_process_group(distributed: "Any", backend: str, options: "Dict[str, Any]") -> None:
