@@ -98,6 +98,11 @@ def problems(rank_map: RankMap) -> list[str]:
                 f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} is not a list of indexes alone, "
                 "or of UUIDs alone; CUDA ignores what follows the first wrong entry, without an error"
             )
+        found += [
+            f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} lists {device!r} {count} times"
+            for device, count in Counter(devices).items()
+            if count > 1
+        ]
         if len(devices) != len(here):
             found.append(
                 f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} names {len(devices)} GPUs, "

@@ -84,6 +84,13 @@ def test_a_list_that_cuda_would_cut_short_is_named(devices: str) -> None:
     )
 
 
+def test_a_gpu_that_is_listed_twice_is_named() -> None:
+    first, second = sound().nodes
+    nodes = [msgspec.structs.replace(first, cuda_visible_devices="0,0"), second]
+    words = "node gpu01: cuda_visible_devices '0,0' lists '0' 2 times"
+    assert words in problems(msgspec.structs.replace(sound(), nodes=nodes))
+
+
 @pytest.mark.parametrize("devices", ["0,3", "GPU-a,GPU-b"])
 def test_a_list_of_indexes_or_uuids_is_valid(devices: str) -> None:
     first, second = sound().nodes
