@@ -14,6 +14,14 @@ Traceback (most recent call last):
     raise Boom("no")
 tool.Boom: no
 """
+GUARD = """
+Traceback (most recent call last):
+  File "/exp/train.py", line 12, in <module>
+    process.start()
+RuntimeError:\x20
+        An attempt has been made to start a new process before the
+        current process has finished its bootstrapping phase.
+"""
 TRACKER = """
 /usr/lib/python3.12/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked
   warnings.warn('resource_tracker: There appear to be %d '
@@ -40,6 +48,11 @@ Exception raised from c10_cuda_check_implementation at ../c10/cuda/CUDAException
         (
             TRACEBACK + "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.",
             "last error on stderr: tool.Boom: no at /exp/train.py:30",
+        ),
+        (
+            GUARD,
+            "last error on stderr: RuntimeError: An attempt has been made to start a new process before the "
+            "current process has finished its bootstrapping phase. at /exp/train.py:12",
         ),
         (TRACEBACK + "train failed, see the docs", "last error on stderr: tool.Boom: no at /exp/train.py:30"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -41,6 +42,9 @@ def evidence(tail: Iterable[str]) -> str:
         kind, message, place = last
         first = kind + (f": {message.splitlines()[0]}" if message else "")
         at = max(number for number, line in enumerate(lines) if first in line)
+        if first.endswith(": "):  # the message begins on the next lines, which are indented (multiprocessing's)
+            more = itertools.takewhile(lambda line: line.startswith("  "), lines[at + 1 :])
+            first += " ".join(line.strip() for line in more)
         after = lines[at + 1 :]
     fatal = [line for line in after if _FATAL.search(line) and not _HINT.search(line)]
     if fatal:
