@@ -182,6 +182,9 @@ def test_a_port_in_use_names_its_holder() -> None:
     check = only(problems(answers(listen=listen)))
     assert (check.name, check.cause) == ("master port", "held by pid 12 (alice, python)")
     assert "set master_port to 0" in check.remedy
+    words = "port 29500 of 10.0.0.1 is in use by pid 12 (alice, python)"
+    check = only(problems(answers(listen=Failure("port-in-use", words, "pid 12 (alice, python)"))))
+    assert (check.evidence, check.cause) == (words, ""), "named once"
 
 
 def test_a_foreign_master_address_names_those_of_the_node() -> None:

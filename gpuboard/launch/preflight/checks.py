@@ -190,7 +190,8 @@ def _master(rank_map: RankMap, master_addr: str, answers: Answers) -> list[Check
     first = next(node.name for node in rank_map.nodes if node.node_rank == 0)
     checks = []
     if answers.listen is not None:
-        holder = f"held by {clean(answers.listen.holder)}" if answers.listen.holder else ""
+        named = not answers.listen.holder or answers.listen.holder in answers.listen.message
+        holder = "" if named else f"held by {clean(answers.listen.holder)}"
         remedy = {
             "port-in-use": "end that process, or set master_port to 0: launch then chooses a free port",
             "address": f"set master_addr in the rank map to one of {first}: {_addresses(answers.facts.get(first))}",
