@@ -244,7 +244,9 @@ class Head:
         if self._read_gpus is not None:
             self._read_gpus(self._inbox.put)
         calls.start()
-        self._pump(lambda: self._stopping() or calls.started(), None)
+        if not self._pump(lambda: self._stopping() or calls.started(), time.monotonic() + self._timing.slow_start_s):
+            self._print(f"waiting for {calls.waiting_for()}: no reply for {self._timing.slow_start_s:.0f} s")
+            self._pump(lambda: self._stopping() or calls.started(), None)
         if len(self._plan.nodes) > 1 and not calls.failures and not self._stopping():
             calls.probe_connect()
             self._pump(lambda: self._stopping() or calls.probed(), None)

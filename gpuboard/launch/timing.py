@@ -16,6 +16,8 @@ class HeadTiming(msgspec.Struct, frozen=True):
     save_s: float = 2.0
     # deadline of a call that starts something, counted from opening the connection: interpreters on a cold network home
     start_s: float = 20.0
+    # from the start of preflight to a message about nodes that have not replied; ssh gives up later
+    slow_start_s: float = 5.0
     # deadline of a connectivity check: 10 ms as a rule, 2 s behind a firewall that drops, more on a busy node
     probe_s: float = 10.0
     # connect timeout of one attempt: the peer's kernel accepts at once, so a later answer counts as dropped

@@ -236,6 +236,16 @@ def test_a_firewall_is_found_by_a_node_that_is_suspended_meanwhile(lab: Cluster)
         assert "no reply: a firewall drops it" in err
 
 
+def test_a_node_that_does_not_answer_is_named_while_launch_waits_for_it(lab: Cluster) -> None:
+    lab["gpu02"].pause_sshd()
+    with launched(lab, "pass") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "gpuboard: waiting for gpu02: no reply for 5 s\n"
+        lab["gpu02"].resume_sshd()
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (0, "")
+
+
 def test_nodes_that_differ_are_refused(lab: Cluster) -> None:
     with launched(lab, SLEEP, "--python", "/opt/python") as process:
         _, err = process.communicate(timeout=60)

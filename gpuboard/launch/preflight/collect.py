@@ -11,6 +11,7 @@ from gpuboard.model.replies import LaunchFacts, Listening, Ports, Probed, ProbeR
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
 
+_NAMED = 5  # nodes that a message lists
 _PORTS = 2  # random high ports that each node opens for the others to connect to
 
 
@@ -87,6 +88,12 @@ class PreflightCalls:
         listening = len(self._nodes) == 1 or self._all("probe-listen")
         spawned = not self._ranks or self._all("spawn")
         return spawned and listening and self._all("check") and self._has(self._first.node, "listen")
+
+    def waiting_for(self) -> str:
+        """Return the nodes that have neither replied nor failed, as text."""
+        calls: list[SupervisorCall] = ["check", "spawn"] if self._ranks else ["check"]
+        missing = [node for node in self._nodes if not all(self._has(node, op) for op in calls)] or [self._first.node]
+        return ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more nodes" if missing[_NAMED:] else "")
 
     def probed(self) -> bool:
         """Whether every node has tried all connections or failed."""
