@@ -127,6 +127,14 @@ def test_a_rank_that_still_imports_torch_is_waited_for_longer() -> None:
     assert "is still importing torch" in found.words
 
 
+def test_a_rank_whose_wrapper_has_not_started_python_is_not_called_importing() -> None:
+    wrapper = seen(1, [], name="sleep", stack_error="not a Python process")
+    found = verdict(seen(0, INIT), wrapper, rank1=status(1, joined=False, importing=True))
+    assert found is not None
+    assert "rank 1 (gpu01:1), which has not started Python: its process still runs sleep" in found.words
+    assert "--wrap" in found.remedy
+
+
 @pytest.mark.parametrize(("state", "words"), [("T", "is stopped (SIGSTOP"), ("D", "in uninterruptible sleep in nfs")])
 def test_a_stopped_or_blocked_rank_comes_first(state: str, words: str) -> None:
     found = verdict(WAITING, seen(1, LOAD, group(11, 11), state=state, wchan="nfs_wait"), seen(2, LOAD, group(11, 11)))
@@ -245,10 +253,16 @@ def test_an_idle_rank_is_reported_after_seven_seconds_also_on_a_busy_node() -> N
         assert Run(IDLE, quiet=True, load=load).follow(60) == pytest.approx(7.8, abs=0.8)
 
 
+def test_a_rank_that_was_idle_before_the_others_waited_for_it_is_reported_sooner() -> None:
+    run = Run(IDLE, quiet=False)
+    run.watch.quiet(1, 30.0, 0.0, 3.0)
+    assert run.follow(60) == pytest.approx(4.5, abs=0.5)
+
+
 def test_a_busy_rank_is_reported_later_and_later_still_if_cpus_are_scarce() -> None:
-    assert Run(BUSY, quiet=False).follow(60) == pytest.approx(9.5, abs=1.1)
+    assert Run(BUSY, quiet=False).follow(60) == pytest.approx(8.4, abs=1.1)
     starved = msgspec.structs.replace(BUSY, cpu=0.3)
-    assert Run(starved, quiet=False, load=4.0).follow(90) == pytest.approx(31, abs=3)
+    assert Run(starved, quiet=False, load=4.0).follow(90) == pytest.approx(28, abs=3)
 
 
 def test_a_rank_that_writes_is_given_time() -> None:

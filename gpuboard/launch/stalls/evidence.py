@@ -91,6 +91,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     gil: bool | None = None
     children: list[ChildProcess] = []
     collectives: list[ProcessGroup] | None = None
+    name: str = ""  # of its program
 
 
 class Inspection(msgspec.Struct, frozen=True):

@@ -137,7 +137,7 @@ def _doing(one: Activity) -> str:
     words = {
         "stopped": "stopped",
         "blocked": "in uninterruptible sleep",
-        "importing": "still importing torch",
+        "importing": f"still runs {_other_program(one)}" if _other_program(one) else "still importing torch",
         "init": f"waits in {one.call or 'init_process_group'}",
         "collective": f"waits in {_collective(one)}",
         "data": "waits for its DataLoader",
@@ -251,7 +251,8 @@ def _is_at(one: Activity, absent: bool) -> str:
     place = f" at {one.place}" if one.place else " at an unknown place"
     before = "has not called init_process_group: it " if absent else ""
     if one.doing == "importing":
-        return "is still importing torch"
+        other = _other_program(one)
+        return f"has not started Python: its process still runs {other}" if other else "is still importing torch"
     if one.doing == "data":
         return f"{before}waits for its DataLoader{place}{_worker(one)}"
     if one.doing == "unknown":
@@ -263,6 +264,14 @@ def _is_at(one: Activity, absent: bool) -> str:
     last = clean(one.status.last_error, 200)
     quoted = f"; its last line on stderr: {last}" if last and not _WARNING.search(last) else ""
     return f"{before}is{place}{how}{quoted}"
+
+
+def _other_program(one: Activity) -> str:
+    """Return the program that a rank runs in place of Python (--wrap), "" if it is Python or unknown."""
+    evidence = one.evidence
+    if evidence is None or evidence.stack or "python" in evidence.name:
+        return ""
+    return clean(evidence.name, 40)
 
 
 def _worker(one: Activity) -> str:
@@ -278,7 +287,7 @@ def _worker(one: Activity) -> str:
 
 def _behind_remedy(one: Activity) -> str:
     if one.doing == "importing":
-        return ""
+        return "the command of --wrap has not come to its own command line" if _other_program(one) else ""
     if one.evidence is not None and not one.evidence.stack and one.evidence.stack_error:
         return f"its stack cannot be read: {clean(one.evidence.stack_error, 200)}"
     return ""

@@ -24,12 +24,12 @@ class StallTiming(msgspec.Struct, frozen=True):
     longest_s: float = 60.0
     # wait for a verdict that no progress can contradict: a stopped rank, ranks that differ
     sure_s: float = 2.0
-    # wait for a rank that uses no CPU and moves no data
+    # wait for a rank that uses no CPU and moves no data, also before the others began to wait for it
     idle_s: float = 7.0
     # wait for a rank in uninterruptible sleep: a write to a slow file system, or a driver that hangs
     blocked_s: float = 15.0
     # wait for a rank that computes at one place
-    busy_s: float = 9.0
+    busy_s: float = 8.0
     # wait for a rank that computes or writes and whose stack changes: a slow step, a checkpoint
     slow_s: float = 40.0
     # wait for a rank that still imports torch
@@ -160,7 +160,8 @@ class StallWatch:
             return timing.sure_s
         if not stall.cpu:  # it sleeps: it would use a CPU that is scarce, too
             idle_s = timing.blocked_s if stall.kind == "stall-stopped" else timing.idle_s
-            return max(idle_s, 2.0 * self._patience.get(place, 0.0))
+            earlier = self._since - max((self._quiet.get(rank, now) for rank in stall.ranks), default=now)
+            return max(timing.sure_s, idle_s - max(0.0, earlier), 2.0 * self._patience.get(place, 0.0))
         if stall.importing:
             wanted = timing.importing_s
         elif now - self._still_since >= timing.busy_s - 2 * timing.again_s:

@@ -55,6 +55,7 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dic
         item: "Dict[str, Any]" = {
             "rank": rank,
             "pid": pid,
+            "name": own.name if own else "",
             "state": own.state if own else None,
             "wchan": _wchan(pid) if own and own.state == "D" else None,
             "collectives": collectives[rank],
