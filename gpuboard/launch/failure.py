@@ -144,6 +144,12 @@ class FailureWatch:
         self._set(rank, last_line=clean(line, 200))
         self._last_error[rank] = error
 
+    def note_evidence(self, line: str) -> None:
+        """Add evidence that was found after the failure."""
+        if self.cause is not None:
+            lines = [*self.cause.evidence.splitlines(), line]
+            self.cause = msgspec.structs.replace(self.cause, evidence="\n".join(lines))
+
     def note_forwarded(self, number: int) -> None:
         """Record that the head forwarded a signal to the ranks: it explains a rank that this signal ends."""
         self._forwarded.add(number)

@@ -19,7 +19,7 @@ import msgspec
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
-from gpuboard.launch.causes import stderr
+from gpuboard.launch.causes import gpus, stderr
 from gpuboard.launch.causes.exits import signal_name
 from gpuboard.launch.failure import FailureWatch, rank_words
 from gpuboard.launch.output import Logs, Relay, Screen
@@ -48,6 +48,7 @@ _HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20
 _FORWARDED = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM})  # to the ranks, when a client asks for it
 
 _EXPLAIN_S = 12.0  # for the inspections of all nodes
+_GPUS_S = 5.0  # at the end of a run, for a reading of its GPUs: a new connection per node and one reading
 
 GpuReader = Callable[[Callable[[Snapshot], None]], None]
 
@@ -138,6 +139,7 @@ class Head:
         self._control_server: ControlServer | None = None
         self._handlers: dict[int, Any] = {}  # of signals, to be restored
         self.continues = False  # another attempt follows, which takes over control socket and signals
+        self._reading_gpus = False  # whether one of them may be the reason
 
     # the run
 
@@ -337,12 +339,7 @@ class Head:
         elif isinstance(item, ExplainRequest):
             self._stalls.explain(item)
         elif isinstance(item, Snapshot):
-            self._preflight_calls.snapshot = item
-            self._straggler.take_gpus(item)
-            self._watch.gpu_processes = {
-                node.name: {p.pid: f"{p.user}, {p.command}" for gpu in node.gpus for p in gpu.processes or ()}
-                for node in item.nodes
-            }
+            self._on_gpus(item)
 
     def _on_event(self, item: SupervisorEvent, now: float) -> None:
         event = item.event
@@ -393,6 +390,26 @@ class Head:
             self._preflight_calls.lost(node, error)
             self._watch.ended_nodes.add(node)
 
+    def _check_gpus(self) -> None:
+        """Read the GPUs again: one of them may be the reason."""
+        if self._read_gpus is not None and not self._reading_gpus:
+            self._reading_gpus = True
+            self._read_gpus(self._inbox.put)
+
+    def _on_gpus(self, snapshot: Snapshot) -> None:
+        self._preflight_calls.snapshot = snapshot
+        self._watch.gpu_processes = {
+            node.name: {p.pid: f"{p.user}, {p.command}" for gpu in node.gpus for p in gpu.processes or ()}
+            for node in snapshot.nodes
+        }
+        if self._straggler.take_gpus(snapshot):
+            self._saved = float("-inf")
+        if self._reading_gpus:
+            self._reading_gpus = False
+            for line in gpus.damaged(self._plan.rank_map, snapshot):
+                self._print(line)
+                self._watch.note_evidence(line)
+
     def _evaluate(self) -> None:
         if self._gate_open:
             # A supervisor may be suspended: it may hold the root cause while another node reports a secondary failure.
@@ -411,6 +428,8 @@ class Head:
             self._saved = float("-inf")
         if self._watch.cause is not None and not self._failed_at:
             self._failed_at = time.time()
+            if gpus.names_gpu(f"{self._watch.cause.text} {self._watch.cause.evidence}"):
+                self._check_gpus()
         self._watch_stalls(now)
         self._stop_if_needed(now)
         self._notify_started(now)
@@ -452,6 +471,8 @@ class Head:
         if self._stalls.tick(now):
             self._saved = float("-inf")
             verdict = self._stalls.verdict
+            if verdict is not None:
+                self._check_gpus()
             if verdict is not None and self._plan.options.on_stall == "kill":
                 self._watch.stalled(verdict, now)
         if self._stalls.verdict is None and self._straggler.tick(now, self._watch.running_nodes):
@@ -534,6 +555,7 @@ class Head:
                 self._supervisors.call_all("stop", {"grace_s": self._grace_s, "reason": self._watch.stop_reason or ""})
             self._pump(lambda: self._watch.emptied, time.monotonic() + self._grace_s + self._timing.empty_s)
         self._pump(lambda: not self._sweeping, time.monotonic() + self._timing.sweep_s)
+        self._pump(lambda: self._stop_code is not None or not self._reading_gpus, time.monotonic() + _GPUS_S)
         self._periodic(time.monotonic())
         for rank in self._watch.ranks:  # unfinished lines of helpers and of ranks on lost nodes
             self._relay.ended(rank)

@@ -375,6 +375,26 @@ while not os.path.exists("finish"):
     assert [(verdict["attempt"], verdict["rank"]) for verdict in view["verdicts"]] == [(1, 1)]
 
 
+def test_a_gpu_that_is_lost_during_a_run_is_named_with_the_failure(lab: Cluster) -> None:
+    script = """
+import os, time
+print("up", flush=True)
+while os.environ["RANK"] == "0" or not os.path.exists("fail"):
+    time.sleep(0.02)
+raise RuntimeError("CUDA error: unspecified launch failure")
+"""
+    with launched(lab, script, "--device", "cuda", "--grace", "0", gpus=("--gpus", "gpu01:0@gpu02:1")) as process:
+        wait_up(process, 2)
+        lab["gpu02"].script([Gpu(), Gpu(trouble=(f"fault * {LOST}",)), *(Gpu() for _ in range(6))])
+        put(lab["login1"], "fail", "")
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "rank 1 (gpu02:1) failed" in err
+        assert "gpuboard: rank 1 (gpu02:1): GPU 1 is lost: the driver no longer lists GPU-" in err
+        listed = json.loads(lab["login1"].run(["gpuboard", "runs", "--json"], check=True).stdout)["runs"]
+        assert "GPU 1 is lost" in listed[-1]["verdicts"][0]["evidence"]
+
+
 def test_a_lease_taken_with_nodes_is_enough_without_a_config(lab: Cluster) -> None:
     login = lab["login1"]
     put(login, "script.py", "import os\nprint(os.environ['RANK'], os.uname().nodename)\n")

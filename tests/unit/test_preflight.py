@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gpuboard.launch.causes.gpus import damaged
 from gpuboard.launch.plan import Device
 from gpuboard.launch.preflight.check import Check, check_text, grouped
 from gpuboard.launch.preflight.checks import (
@@ -273,6 +274,21 @@ def test_a_gpu_that_does_not_match_the_lease(changes: dict[str, Any], status: st
     check = only([c for c in gpu_checks(MAP, snapshot(gpu02=[changed])) if c.status != "ok"])
     assert (check.node, check.status) == ("gpu02", status)
     assert words in check_text(check)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"state": "broken", "reason": "GPU lost: fallen off the bus"}, "is broken: GPU lost: fallen off the bus"),
+        ({"sick": ["row remap pending; reset the GPU"]}, "is sick: row remap pending; reset the GPU"),
+        ({"uuid": "GPU-x"}, "is lost: the driver no longer lists GPU-c; the node's kernel log may tell why"),
+        ({"state": "busy"}, ""),
+    ],
+)
+def test_a_gpu_that_is_damaged_during_a_run_is_named(changes: dict[str, Any], words: str) -> None:
+    changed = msgspec.structs.replace(GPUS["gpu02"][0], **changes)
+    expected = [f"rank 2 (gpu02:7): GPU 7 {words}"] if words else []
+    assert damaged(MAP, snapshot(gpu02=[changed])) == expected
 
 
 @pytest.mark.parametrize(
