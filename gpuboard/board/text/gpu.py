@@ -16,6 +16,7 @@ from gpuboard.board.text.lines import NAME, Runs, named, wrapped
 from gpuboard.board.text.plots import Values, plot, time_axis
 from gpuboard.board.text.topology import legend, matrix, neighbours
 from gpuboard.board.theme.styles import LETTERS, Glyphs
+from gpuboard.model.links import SELF
 from gpuboard.model.snapshot import GpuView, NodeView, shown_flags
 from gpuboard.model.units import format_duration, format_size, ranges, seconds_of
 
