@@ -149,7 +149,7 @@ def run_healthy(shape: str) -> tuple[float, list[str]]:
         running = place.launch([str(HEALTHY), shape], (), (), lambda _: None)
         output = running.communicate()[0]
         lines = [line for line in output.splitlines() if not line.startswith("[rank") and ": warn " not in line]
-        lines = [line for line in lines if "stalled: " in line or running.returncode]
+        lines = [line for line in lines if ": stalled: " in line or ": slow: " in line or running.returncode]
         return time.monotonic() - started, lines
     finally:
         place.close()

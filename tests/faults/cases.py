@@ -107,6 +107,7 @@ IN_A_RANK: dict[str, Fault] = {
         "bootstrapping phase",
         script=TARGET.with_name("no_guard.py"),
     ),
+    "straggler": Fault("one rank 30 % slower", rf"slow: the ranks wait for {_LABEL}", 130, NEVER, ("straggler", "600")),
     "sigterm-ignored": Fault("SIGTERM ignored", rf"{_LABEL} .*{_VALUE_ERROR}", 1, _VALUE_ERROR),
 }
 
@@ -262,7 +263,6 @@ ONE_NODE: dict[str, Fault] = {
     ),
     "slow": Fault("rank 0 slow by 45 s", None, 0, None, ("slow", "45")),
     "save": Fault("rank 0 saves for 60 s after the others ended", None, 0, None, ("save", "60")),
-    "straggler": Fault("one rank 30 % slower", rf"the ranks wait for {_LABEL}", 130, NEVER, ("straggler", "600")),
 }
 
 # Of nodes and network
