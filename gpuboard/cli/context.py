@@ -92,31 +92,40 @@ class Context:
 
         return current_job(self.settings, self.env, report)
 
-    def scope(self, nodesets: Sequence[str] | None = None) -> Scope:
-        """Return the nodes that a command reserves or uses GPUs of: inside a Slurm job the job's, else all in scope.
-
-        ``nodesets``: only these, in place of ``--nodes``.
-        """
+    def scope(self) -> Scope:
+        """Return the nodes that a command reserves or uses GPUs of: inside a Slurm job the job's, else all in scope."""
         from gpuboard.leases.ledger import Scope
 
-        named = self.nodesets if nodesets is None else nodesets
         if self.job is None:
-            return Scope(tuple(self.reach(self.nodes(named))), explicit=bool(named))
+            return Scope(tuple(self.reach(self.nodes())), explicit=bool(self.nodesets))
         from gpuboard.cluster.inventory.slurm_job import job_nodes
 
-        return Scope(tuple(job_nodes(self.job, named)), explicit=True, job=self.job.job)
+        return Scope(tuple(job_nodes(self.job, self.nodesets)), explicit=True, job=self.job.job)
 
-    def nodes(self, nodesets: Sequence[str] | None = None) -> list[Node]:
-        """Return the nodes in scope, or those of ``nodesets``. Raises UsageError for an invalid or unknown name."""
-        named = self.nodesets if nodesets is None else nodesets
+    def known(self) -> list[Node]:
+        """Return the nodes in scope, inside a Slurm job the job's; ssh has asked for nothing yet (:meth:`reach`)."""
+        if self.job is None:
+            return self.nodes()
+        from gpuboard.cluster.inventory.slurm_job import job_nodes
+
+        return job_nodes(self.job, self.nodesets)
+
+    def named(self, nodeset: str) -> list[Node]:
+        """Return the nodes of ``--node``: nodes in scope, or any other hosts. Raises UsageError."""
+        from gpuboard.cluster.inventory.nodes import named
+
+        return self.reach(named(nodeset, self.known()))
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes in scope. Raises UsageError for an invalid nodeset or an unknown node."""
         if file := self.env.get("GPUBOARD_INVENTORY"):
             from gpuboard.cluster.inventory.file import read_nodes
 
-            return read_nodes(Path(file), named)
+            return read_nodes(Path(file), self.nodesets)
         from gpuboard.cluster.inventory.nodes import inventory
 
         scheduler = self.new_scheduler()
-        return inventory(self.settings, named, scheduler.look if scheduler else None)
+        return inventory(self.settings, self.nodesets, scheduler.look if scheduler else None)
 
     def reach(self, nodes: list[Node]) -> list[Node]:
         """Return ``nodes``, after ssh has asked on the terminal for the passwords and codes that they require.

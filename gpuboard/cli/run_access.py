@@ -32,7 +32,7 @@ def opened_run(context: Context, name: str, node: str | None, *, stored: bool = 
     ``stored``: the files in this host's folder suffice. Raises UsageError, NodeLost.
     """
     if node is not None:
-        nodes = context.scope([node]).nodes
+        nodes = context.named(node)
         if len(nodes) != 1:
             raise UsageError(f"--node takes one node here, and {node} are {len(nodes)}")
         with _connected(nodes[0], context) as place:
@@ -42,9 +42,9 @@ def opened_run(context: Context, name: str, node: str | None, *, stored: bool = 
     if not stored and view.state not in FINAL and alive(view.head) is None:
         from gpuboard.launch.runs.remote import RemoteRun, SharedRun, node_of
 
-        there = node_of(context.scope().nodes, view.head.host)
+        there = node_of(context.known(), view.head.host)
         if there is not None:
-            with _connected(there, context) as place:
+            with _connected(context.reach([there])[0], context) as place:
                 yield SharedRun(RemoteRun(place, view.id), LocalRun(context.env, view))
             return
     yield LocalRun(context.env, view)

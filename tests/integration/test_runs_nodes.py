@@ -31,7 +31,7 @@ def lab(nodes: Cluster) -> Iterator[Cluster]:
         nodes[name].sshd(f"SetEnv XDG_STATE_HOME={STATE}")
     login = nodes["login1"]
     login.run(["mkdir", "-p", ".config/gpuboard"], check=True)
-    config = 'nodes = ["gpu0[1-2]"]\nconnect_timeout = "3s"\n'
+    config = 'nodes = ["gpu0[1-2]"]\nconnect_timeout = "2s"\n'
     login.run(["sh", "-c", "cat > .config/gpuboard/config.toml"], stdin=config, check=True)
     login.run(["sh", "-c", "cat > count.sh; chmod +x count.sh"], stdin=COUNT, check=True)
     yield nodes
@@ -152,8 +152,8 @@ def test_a_job_started_by_hand_on_two_nodes_is_one_picture(lab: Cluster) -> None
         assert "not seen: rank 1 of 2: not found on gpu01;" in alone
         both = json.loads(explained("--pid", str(pid), "--node", "gpu01,gpu02", "--json"))["explanation"]
         assert [rank["rank"] for rank in both["ranks"]] == [0, 1]
-        assert "no distributed job of yours on gpu01" in explained("--nodes", "gpu01", "--node", "gpu01", user="bob")
-        refused = explained("--nodes", "gpu01", "--node", "gpu01", "--pid", str(pid), user="bob", code=1)
+        assert "no distributed job of yours on gpu01" in explained("--node", "gpu01", user="bob")
+        refused = explained("--node", "gpu01", "--pid", str(pid), user="bob", code=1)
         assert f"gpu01: cannot inspect pid {pid}: it is another user's process" in refused
         for name in commands:
             for process in lab[name].processes(lambda p: "script.py" in p.argv, user="alice"):

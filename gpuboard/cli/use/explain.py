@@ -46,7 +46,7 @@ class _Jobs(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.usage = "%(prog)s [RUN] [options]\n       %(prog)s [--pid PID] --node NODESET [options]"
+    parser.usage = "%(prog)s [RUN] [--node NAME] [options]\n       %(prog)s [--pid PID] [--node NODESET] [options]"
     parser.add_argument("run", nargs="?", metavar="RUN", help="the run's id, its start, or `last`; default: last")
     parser.add_argument("--pid", type=whole(1, 2**22), metavar="PID",
                         help="a rank of any other job, on this node or the first of --node")  # fmt: skip
@@ -86,7 +86,7 @@ def _explain_jobs(args: argparse.Namespace, context: Context) -> int:
         nodes = [Node(os.uname().nodename.partition(".")[0], None)]
         found = find_jobs(nodes, context.settings, lambda: None, args.pid)
     else:
-        nodes = list(context.scope([args.node]).nodes)
+        nodes = context.named(args.node)
         found = find_jobs(nodes, context.settings, context.new_scheduler, args.pid)
     reports = [_JobReport(job.job, job.ranks, explain_job(job)) for job in found.jobs]
     unseen = [*found.unseen, *(f"{name}: {why}" for name, why in found.failed.items())]

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if asked:
         from gpuboard.launch.runs.remote import once, runs_on  # late: most lists are of this host
 
-        nodes = context.scope([args.node] if args.node is not None else None).nodes
+        nodes = context.scope().nodes if args.node is None else context.named(args.node)
         there, failed = runs_on(nodes, context.settings, context.new_scheduler())
         found = once([*found, *there])
         code = NoNodeReached.exit_code if len(failed) == len(nodes) else 0
@@ -62,9 +62,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode(RunList(1, found, failed)) + b"\n")
         return code
-    if not found:
+    if not found and code == 0:
         where = "on the nodes that were read" if asked else f"in {runs_dir(context.env)}"
         print(f"no runs yet {where}; `gpuboard launch --n 2 train.py` starts one")
+    if not found:
         return code
     shown = found if args.all else found[-_SHOWN:]
     rows = [row for view in shown for row in _rows(view, time.time(), node=asked)]

@@ -88,6 +88,12 @@ def expand_names(nodesets: Iterable[str]) -> list[str]:
     return list(_expand(nodesets, None))
 
 
+def named(nodeset: str, known: Iterable[Node]) -> list[Node]:
+    """Return the nodes of ``nodeset``: those of ``known``, and other hosts (a login node) by ssh. Raises UsageError."""
+    nodes = {node.name: node for node in known}
+    return [nodes.get(name) or Node(name, _host(name, "")) for name in expand_names([nodeset])]
+
+
 def _expand(texts: Iterable[str], find: Callable[[str], list[SourceEntry]] | None) -> dict[str, str]:
     """Return name → user ("": ssh's default) of nodesets and, where ``find`` looks them up, of sources."""
     names: dict[str, str] = {}

@@ -83,8 +83,8 @@ class LocalRun:
         head = self.view().head
         if run_folder.alive(head) is None:
             raise GpuboardError(
-                f"run {self._id} was launched on {head.host}, which is not one of the nodes; use "
-                f"`gpuboard {request.op} {self._id}` there, or name its node with --node"
+                f"run {self._id} was launched on {head.host}, which is not one of the nodes; "
+                f"use `gpuboard {request.op} {self._id}` there, or with --node {head.host}"
             )
         return control.ask(self._folder, request, timeout_s)
 
