@@ -47,7 +47,7 @@ def _stop(run: RunAccess, grace_s: float | None) -> int:
     longest = (grace_s or 3600.0) + _MARGIN_S  # without --grace only the head knows the period
     until = time.monotonic() + longest
     while time.monotonic() < until:
-        view = persistently(run.view, report)
+        view = persistently(run.view, report, until)
         if view.state in FINAL:
             print(f"run {view.id} {view.state}")
             return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -107,13 +108,18 @@ def ask_to_stop(run: RunAccess, grace_s: float | None, reason: str = "") -> RunV
     return view
 
 
-def persistently(call: Callable[[], T], notify: Callable[[str], None]) -> T:
-    """Return the result of ``call``, repeated with back-off while its node is not reachable; ``notify``: of that."""
+def persistently(call: Callable[[], T], notify: Callable[[str], None], until: float = math.inf) -> T:
+    """Return the result of ``call``, repeated with back-off while its node is not reachable; ``notify``: of that.
+
+    Raises its NodeLost at ``until`` (monotonic).
+    """
     pause_s = 0.0
     while True:
         try:
             result = call()
         except NodeLost as error:
+            if time.monotonic() >= until:
+                raise
             if not pause_s:
                 notify(f"{error}; reconnecting")
             pause_s = min(2 * pause_s, _BACKOFF_MOST_S) or _BACKOFF_S

@@ -38,6 +38,7 @@ _CALL_S = 10.0  # without any message from a connected node: it hangs
 _FINAL_LOSSES = frozenset({"auth", "host-key", "no-job", "no-python"})  # another attempt would not succeed
 _SCHEDULER_S = 20.0  # longer than a query of it takes until its timeout
 _CHECK_S = 0.25  # between two checks of that
+_RUNS_MOST = 100_000  # of one node
 _STATE_LIMIT = 16 * 2**20  # bytes of one state.json (agent/runs/files.py)
 _PIECE_LIMIT = 2**20  # bytes of one piece of a file
 _REPLY_LIMIT = 64 * 2**20  # bytes of a head's reply: stacks of all ranks
@@ -79,14 +80,14 @@ class NodeRuns:
 
     def runs(self) -> list[RunView]:
         """Return all runs, the oldest first. Raises NodeLost and GpuboardError."""
-        found: list[RunView] = []
-        after = None
-        while True:
+        found: dict[str, RunView] = {}
+        after, more = "", True
+        while more and len(found) < _RUNS_MOST:
             page = self.call("list", {"after": after}, replies.RunStates)
-            found += [self._view(page.folder, entry) for entry in page.runs]
-            if not (page.more and page.runs):
-                return sorted(found, key=lambda view: (view.started, view.id))
-            after = page.runs[-1].run
+            found |= {entry.run: self._view(page.folder, entry) for entry in page.runs}
+            more = page.more and bool(page.runs) and page.runs[-1].run > after
+            after = page.runs[-1].run if page.runs else after
+        return sorted(found.values(), key=lambda view: (view.started, view.id))
 
     def find(self, name: str) -> RemoteRun:
         """Return the run of ``name``: an id, the start of one, or ``last``. Raises UsageError and as :meth:`runs`."""
@@ -183,23 +184,26 @@ class RemoteRun:
     def read(self, offsets: Mapping[str, int]) -> dict[str, bytes]:
         """See :meth:`RunAccess.read`."""
         found = self.node.call("read", {"run": self.id, "offsets": dict(offsets)}, replies.FilePieces)
-        return {name: self._unpacked(data, _PIECE_LIMIT) for name, data in found.pieces.items() if name in offsets}
+        with self._well_formed():
+            return {name: _unpacked(data, _PIECE_LIMIT) for name, data in found.pieces.items() if name in offsets}
 
     def ask(self, request: ControlRequest, timeout_s: float = 5.0) -> object:
         """See :meth:`RunAccess.ask`. A NodeLost leaves open whether the head got the request."""
         args = {"run": self.id, "request": msgspec.to_builtins(request), "timeout_s": timeout_s}
         try:
             found = self.node.call("control", args, replies.ControlReply, timeout_s + _CALL_S)
-        except (NodeLost, UsageError):
+        except (NoNodeReached, UsageError):
             raise
         except GpuboardError as error:
             words = f"run {self.id}: `gpuboard launch` did not respond: {error}; `gpuboard runs` shows its state"
             raise GpuboardError(words) from error
-        return replies.decode(self._unpacked(found.reply, _REPLY_LIMIT), Any, lines)
+        with self._well_formed():
+            return replies.decode(_unpacked(found.reply, _REPLY_LIMIT), Any, lines)
 
-    def _unpacked(self, data: bytes, limit: int) -> bytes:
+    @contextlib.contextmanager
+    def _well_formed(self) -> Iterator[None]:
         try:
-            return _unpacked(data, limit)
+            yield
         except replies.Malformed as error:
             raise GpuboardError(f"{self.node.node.name}: malformed answer: {error}") from error
 

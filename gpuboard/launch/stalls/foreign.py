@@ -128,6 +128,10 @@ def explain_job(job: Job) -> Explanation:
             f"{_ranks(absent)} of {job.size}: not found on {', '.join(dict.fromkeys(one.node for one in job.ranks))}; "
             "they have ended, were not started, are on other nodes, or are another user's"
         )
+    if any("torch/distributed/" in frame.file for one in evidence.values() for frame in one.stack):
+        own = job.job.get("GPUBOARD_RUN")
+        remedy = f"; `gpuboard explain {clean(own, 40)}` sees them" if own else ""
+        missing.append(f"numbers and shapes of collectives: only `gpuboard launch` can read them{remedy}")
     return msgspec.structs.replace(found, missing=missing)
 
 

@@ -19,6 +19,8 @@ from gpuboard.model.replies import Done
 if TYPE_CHECKING:
     from gpuboard.scheduler.base import Scheduler
 
+_UPLOAD_S = 120.0  # of py-spy, 3.7 MB: also over a slow connection
+
 
 class Found(msgspec.Struct, frozen=True):
     """The jobs on the nodes; ``unseen``: what could not be seen and why; ``failed``: by node, why it did not answer."""
@@ -72,7 +74,7 @@ def _look(place: NodeRuns, pid: int | None, wanted: dict[str, str] | None) -> _L
     name = place.node.name
     try:
         if not found.pyspy and (program := pyspy_for(place.node)) is not None:
-            place.call("py-spy", program, Done)
+            place.call("py-spy", program, Done, _UPLOAD_S)
         inspection = place.call("inspect", {"ranks": list(enumerate(pids))}, Inspection)
     except GpuboardError as error:
         return _Look(found, None, f"{name}: its processes could not be inspected: {error}")
