@@ -5,10 +5,12 @@ The lying agent (tests/integration/fake_agent.py) runs on a real node, over real
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,27 @@ def test_no_command_fails_over_what_one_node_answers(nodes: Cluster, lie: Lie) -
     assert done.returncode == 0, done.stderr
 
 
+def test_runs_and_jobs_of_other_nodes_are_seen_whatever_one_node_answers(nodes: Cluster, lie: Lie) -> None:
+    bombs = {"bomb": {"replies": {"list": '"value":' + json.dumps(BOMB)}}}
+    lie(replies("list", "jobs", "state") | bombs)
+    done = gpuboard(nodes, "runs", "--json", "--node", f"{LIARS},bomb,gpu02", scope=f"{LIARS},bomb,gpu02")
+    assert done.returncode == 0, done.stderr
+    listed = json.loads(done.stdout)
+    assert listed["failed"].keys() == RUBBISH.keys()
+    assert [verdict["kind"] for run in listed["runs"] for verdict in run["verdicts"]] == ["unreadable"]
+    done = gpuboard(nodes, "explain", "--node", f"{LIARS},gpu02", scope=f"{LIARS},gpu02")
+    assert done.returncode == 0, done.stderr
+    assert "no distributed job of yours on gpu02" in done.stdout
+    done = gpuboard(nodes, "stop", "last", "--node", "no-value", scope=LIARS)
+    assert (done.returncode, "malformed answer to list" in done.stderr) == (6, True)
+
+
+# A state that is 100 MB when it is unpacked
+BOMB = {
+    "folder": "/\x1b[31m",
+    "more": True,
+    "runs": [{"run": "a", "alive": True, "state": base64.b64encode(zlib.compress(b" " * 10**8)).decode()}],
+}
 BEYOND: dict[str, dict[str, Any]] = {
     "times": {"at": 1e300, "interval_s": -5, "seq": -1},
     "interval": {"interval_s": 1e308, "at": -1e300},

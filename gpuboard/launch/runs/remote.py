@@ -138,7 +138,13 @@ class NodeRuns:
                 host = self._known_as if route.job is not None else self.node.host
                 self._route = route
                 self._link = self._connector.open(
-                    self.node.name, host, role="runs", config={}, listener=_ignore, ended=_ignore, job=route.job
+                    self.node.name,
+                    host,
+                    role="runs",
+                    config={"node": self.node.name},
+                    listener=_ignore,
+                    ended=_ignore,
+                    job=route.job,
                 )
             return self._link, self._route
 
