@@ -39,7 +39,8 @@ def opened_run(context: Context, name: str, node: str | None, *, stored: bool = 
             yield place.find(name)
         return
     view = find_run(context.env, name)
-    if not stored and view.state not in FINAL and alive(view.head) is None:
+    noted = view.node is not None  # its folder is there
+    if noted or (not stored and view.state not in FINAL and alive(view.head) is None):
         from gpuboard.launch.runs.remote import RemoteRun, SharedRun, node_of
 
         there = node_of(context.known(), view.head.host)

@@ -17,7 +17,7 @@ from tests.integration.launch_lab import kill, write_torch
 from tests.integration.test_launch_nodes import HOME, claims, left, put
 from tests.nodes import Cluster
 from tests.nvml import Gpu
-from tests.waiting import until
+from tests.waiting import read_line, until
 
 pytestmark = pytest.mark.nodes
 
@@ -57,6 +57,12 @@ def run_state(host: Host, run: str) -> dict[str, Any]:
     return state
 
 
+def runs(host: Host, env: list[str]) -> list[tuple[str, str, int | None]]:
+    """Return what `gpuboard runs` lists: id, state, exit code."""
+    found = json.loads(host.run([*env, "gpuboard", "runs", "--json"], check=True).stdout)["runs"]
+    return [(run["id"], run["state"], run["exit_code"]) for run in found]
+
+
 def kept(host: Host) -> list[str]:
     """Return the leases of alice's keeper on a host."""
     folder = host.path(f"{HOME}/.local/state/gpuboard/keeper")
@@ -65,13 +71,17 @@ def kept(host: Host) -> list[str]:
 
 def test_a_run_on_other_nodes_survives_the_reboot_of_the_login_node(lab: Cluster) -> None:
     login, gpu01 = lab["login1"], lab["gpu01"]
-    done = login.run(launch("gpu01:0@gpu02:1"))
+    own = ["env", "XDG_STATE_HOME=/tmp/own"]  # as without a shared home
+    done = login.run([*own, *launch("gpu01:0@gpu02:1")])
     assert done.returncode == 0, done.stderr
     run = json.loads(done.stdout)["run"]
     assert (run["state"], run["head"]["host"]) == ("running", "gpu01")
     assert len(claims(lab)) == 2
-    assert (kept(login), kept(gpu01)) == ([], [run["lease"]])
+    assert (list(login.path("/tmp/own/gpuboard/keeper").glob("*/*.json")), kept(gpu01)) == ([], [run["lease"]])
+    assert runs(login, own) == [(run["id"], "running", None)]
 
+    attached = lab["login2"].popen(["gpuboard", "attach", run["id"]], user="alice")
+    assert read_line(attached).endswith("] up\n")
     for process in login.processes(user="alice"):
         kill(process.pid)
     login.unplug()
@@ -79,7 +89,13 @@ def test_a_run_on_other_nodes_survives_the_reboot_of_the_login_node(lab: Cluster
     until(lambda: run_state(gpu01, run["id"])["state"] == "done", "the run ends", 30)
     assert run_state(gpu01, run["id"])["exit_code"] == 0
     until(lambda: not claims(lab), "its lease is released", 30)
+    out, _ = attached.communicate(timeout=30)
+    assert (attached.returncode, "bye" in out) == (0, True)
     until(lambda: not [p for p in left(lab) if "keeper" not in " ".join(p)], "its processes end", 30)
+
+    login.plug()
+    assert runs(login, own) == [(run["id"], "done", 0)]
+    assert "bye" in login.run([*own, "gpuboard", "logs", "last"]).stdout
 
 
 def test_until_it_is_detached_a_run_on_other_nodes_ends_with_its_command(lab: Cluster) -> None:
@@ -124,3 +140,18 @@ def test_a_first_node_that_cannot_lead_the_run_is_named_with_the_cure(lab: Clust
     assert f"gpu01 cannot lead a detached run: gpuboard {__version__} is needed there" in done.stderr
     assert "gpuboard: No such file or directory); install it on gpu01, or run" in done.stderr
     assert not claims(lab)
+
+
+def test_a_run_on_this_node_survives_the_end_of_its_ssh_session(lab: Cluster) -> None:
+    gpu01 = lab["gpu01"]
+    with lab["login1"].popen(["ssh", "-tt", "gpu01", *launch("gpu01:0")], user="alice") as session:
+        until(lambda: bool(kept(gpu01)) and "detach" in str(left(lab)), "the launch begins", 30)
+        assert session.wait(60) == 0
+        assert session.stdout is not None
+        run = json.loads(session.stdout.read().splitlines()[-1])["run"]
+    assert gpu01.run(["gpuboard", "leases", "--json"]).stdout.count(f'"pid":{run["head"]["pid"]},"alive":true') == 1
+    gpu01.run(["kill", "-HUP", str(run["head"]["pid"])], check=True)
+    put(gpu01, "end", "")
+    until(lambda: run_state(gpu01, run["id"])["state"] == "done", "the run ends", 30)
+    assert run_state(gpu01, run["id"])["exit_code"] == 0
+    until(lambda: not claims(lab), "its lease is released", 30)

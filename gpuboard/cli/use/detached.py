@@ -30,6 +30,11 @@ def detached_message(head: Head) -> bytes:
     return msgspec.json.encode(_Message(head.view(), head.checks))
 
 
+def detached_run(message: str) -> RunView:
+    """Return the run of such a line."""
+    return msgspec.json.decode(message, type=_Message).run
+
+
 def await_detached(command: WaitingCommand, context: Context, *, as_json: bool) -> int:
     """Print how to follow the run once it is detached; return the exit code, of a launch that ended before its own."""
     message = command.wait()

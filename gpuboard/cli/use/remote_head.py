@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from gpuboard.cli.context import Context
+from gpuboard.cli.use.detached import detached_run
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import client as keeper
@@ -17,6 +18,7 @@ from gpuboard.keeper.client import LeaseRecord
 from gpuboard.launch.detached.process import DetachingHead
 from gpuboard.launch.detached.remote import HeadConfig, RemoteHead
 from gpuboard.launch.output import LineSplitter, Screen
+from gpuboard.launch.runs.folder import note
 from gpuboard.transport.connector import Connector
 
 SLURM_REFUSED = (
@@ -50,6 +52,8 @@ def lead_elsewhere(
         connector.close()
     outcome.clear()
     if started:
+        run = detached_run(message)
+        note(context.env, msgspec.structs.replace(run, node=first.name))
         detaching.leave(screen, message.encode())
         return 0
     outcome |= msgspec.json.decode(message, type=dict[str, Any])

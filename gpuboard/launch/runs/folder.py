@@ -156,6 +156,21 @@ class RunFolder:
             file.writelines(lines)
 
 
+def note(env: Mapping[str, str], view: RunView) -> None:
+    """Keep in this host's list a run whose folder is on the node ``view.node``; nothing where a shared home has it.
+
+    Errors are ignored: the run is found with --node.
+    """
+    folder = runs_dir(env) / view.id
+    with contextlib.suppress(OSError):
+        paths.make_private(folder.parent)
+        known = read_state(folder) if folder.exists() else None
+        if known is None:
+            folder.mkdir(mode=0o700)
+        if known is None or known.node is not None:
+            files.write_private(folder / "state.json", msgspec.json.encode(view) + b"\n")
+
+
 def prune(env: Mapping[str, str], max_age_s: float, max_size: int) -> None:
     """Delete runs that ended more than ``max_age_s`` ago, then the oldest until all have at most ``max_size`` bytes.
 
