@@ -144,11 +144,11 @@ def test_a_first_node_that_cannot_lead_the_run_is_named_with_the_cure(lab: Clust
 
 def test_a_run_on_this_node_survives_the_end_of_its_ssh_session(lab: Cluster) -> None:
     gpu01 = lab["gpu01"]
-    with lab["login1"].popen(["ssh", "-tt", "gpu01", *launch("gpu01:0")], user="alice") as session:
-        until(lambda: bool(kept(gpu01)) and "detach" in str(left(lab)), "the launch begins", 30)
-        assert session.wait(60) == 0
-        assert session.stdout is not None
-        run = json.loads(session.stdout.read().splitlines()[-1])["run"]
+    words = [sys.executable, "-m", *launch("gpu01:0")]
+    with lab["login1"].popen(["ssh", "-tt", "gpu01", *words], user="alice") as session:
+        out, _ = session.communicate(timeout=60)
+    assert session.returncode == 0, out
+    run = json.loads(out.splitlines()[-1])["run"]
     assert gpu01.run(["gpuboard", "leases", "--json"]).stdout.count(f'"pid":{run["head"]["pid"]},"alive":true') == 1
     gpu01.run(["kill", "-HUP", str(run["head"]["pid"])], check=True)
     put(gpu01, "end", "")
