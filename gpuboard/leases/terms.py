@@ -27,6 +27,7 @@ class Terms(msgspec.Struct, frozen=True):
     for_s: float | None  # None: the site's maximum
     holder: Holder | None  # None: detached
     purpose: str = ""
+    moves: bool = False  # another process will be the holder: claims, which never change, name none
 
 
 def duration(for_s: float | None, settings: Settings) -> float:

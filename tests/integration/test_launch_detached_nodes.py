@@ -79,6 +79,8 @@ def test_a_run_on_other_nodes_survives_the_reboot_of_the_login_node(lab: Cluster
     assert len(claims(lab)) == 2
     assert (list(login.path("/tmp/own/gpuboard/keeper").glob("*/*.json")), kept(gpu01)) == ([], [run["lease"]])
     assert runs(login, own) == [(run["id"], "running", None)]
+    (lease,) = json.loads(login.run(["gpuboard", "leases", "--json"], check=True).stdout)["leases"]
+    assert (lease["id"], lease["holder"]) == (run["lease"], None)
 
     attached = lab["login2"].popen(["gpuboard", "attach", run["id"]], user="alice")
     assert read_line(attached).endswith("] up\n")

@@ -408,6 +408,8 @@ def _reserved(
     request = request_of(args) if args.n is not None or args.gpus else None
     scope = context.scope()
     terms = terms_of(args.for_s, identify(os.getpid()), args.purpose, context.settings)
+    if detaching is not None and all(node.host is not None for node in scope.nodes):  # the head runs on one of them
+        terms = msgspec.structs.replace(terms, moves=True)
     held = None
     with context.ledger(lambda: scope) as ledger:
         if detaching is not None and context.job is None and not ledger.rest().nodes:

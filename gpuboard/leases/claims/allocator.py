@@ -277,7 +277,7 @@ class ClaimsAllocator:
             uuids,
             for_s,
             os.uname().nodename,
-            Holder(*terms.holder) if terms.holder else None,
+            Holder(*terms.holder) if terms.holder and not terms.moves else None,
             terms.purpose,
         )
         used = {claim.lease for claims in self._fleet.claims().values() for claim in claims}
