@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,9 +12,11 @@ from gpuboard.board.text.format import UNKNOWN
 from gpuboard.launch.failure import rank_words
 from gpuboard.launch.runs.folder import lived_s
 from gpuboard.launch.runs.index import RunDetail, RunEntry
-from gpuboard.launch.stalls.verdict import Explanation
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, seconds_of
+
+if TYPE_CHECKING:
+    from gpuboard.launch.stalls.verdict import Explanation
 
 # States of runs → roles of Look
 RUN_STYLES = {
@@ -21,7 +24,7 @@ RUN_STYLES = {
     "failed": "bad",
     "running": "good",
     "stopped": "warn",
-    "stalled": "warn",
+    "stalled": "bad",
     "stopping": "warn",
 }
 _ENDED = frozenset({"failed", "done", "killed", "lost"})
