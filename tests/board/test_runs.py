@@ -203,6 +203,12 @@ def test_a_stop_counts_down() -> None:
     assert countdown(ended, None, Stop(100.0, None), 102.0)[1] == "requested 2 s ago; every rank has ended"
 
 
+def test_the_nodes_of_a_run_are_listed_or_counted() -> None:
+    ranks = [RankView(rank, f"gpu{rank // 8 + 1:02d}", rank % 8, rank % 8) for rank in range(512)]
+    shown = [runs.places(view(ranks=ranks[:count])) for count in (8, 12, 512)]
+    assert shown == ["8: gpu01", "12: gpu01 8, gpu02 4", "512: gpu01 to gpu64, 64 nodes"]
+
+
 # The screen
 
 

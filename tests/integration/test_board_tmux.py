@@ -215,7 +215,8 @@ def test_a_launch_from_selected_gpus_of_two_nodes(screen: Pane, started_nodes: C
     screen.keys(*["Tab"] * 5)
     screen.type("PYTHONPATH=/srv/home/alice/fake")
     screen.keys("Tab", "Space", "Enter")
-    lines = (r"^r\w{7} +done", r"^ *0 +done +gpu01 +0 .*trained", r"^ *1 +done +gpu02 +0 .*trained")
+    ranks = (r"^ *0 +done +gpu01 +0 .*trained", r"^ *1 +done +gpu02 +0 .*trained", r"Ranks +gpu01 0 D +gpu02 1 D")
+    lines = (r"^r\w{7} +done", *ranks)
     screen.wait(lambda text: all(re.search(line, text, re.MULTILINE) for line in lines), "the run is done")
     screen.keys("Escape")
     screen.states(USUAL)  # what launch reserved is given back

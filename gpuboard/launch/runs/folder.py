@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     RankState = Literal["waiting", "importing", "gate", "running", "failed", "done", "killed", "lost"]
 else:  # files are decoded with any state: a newer gpuboard may have written them
     RunState = RankState = str
+_NODES_LISTED = 4  # more are counted: each takes 8 columns and more of a table
 FINAL: frozenset[RunState] = frozenset({"done", "failed", "stopped"})
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # without l, o, 0, 1: run ids are read aloud and typed
 
@@ -222,8 +223,11 @@ def lived_s(view: RunView, until: float) -> float | None:
 
 
 def places(view: RunView) -> str:
-    """Return where the ranks are: ``8: gpu01 5, gpu02 3``."""
+    """Return where the ranks are: ``8: gpu01 5, gpu02 3``, of many nodes ``512: gpu01 to gpu64, 64 nodes``."""
     counts = Counter(rank.node for rank in view.ranks)
+    if len(counts) > _NODES_LISTED:
+        first, *_, last = counts
+        return f"{len(view.ranks)}: {clean(first)} to {clean(last)}, {len(counts)} nodes"
     words = ", ".join(f"{clean(node)} {count}" if len(counts) > 1 else clean(node) for node, count in counts.items())
     return f"{len(view.ranks)}: {words}" if view.ranks else "?"
 
