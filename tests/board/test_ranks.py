@@ -121,10 +121,14 @@ def test_the_rank_that_failed_first_stands_out_and_its_echoes_are_dim() -> None:
 
 
 def test_what_a_rank_does_is_newer_than_what_was_inspected_once_it_has_ended() -> None:
-    found = marks(run(3, {0: "lost"}), [*stall(2, 1), RankGroup([2], "stopped", "stopped", suspect=True)])
-    assert [(mark.word, mark.letter, mark.suspect) for mark in found.values()] == [
-        ("lost", "L", False), ("behind", "B", True), ("stopped", "S", True)
+    other = [RankGroup([2], "stopped", "stopped", suspect=True), RankGroup([3, 4], "unknown", "state unknown")]
+    now = run(6, {0: "lost", 4: "gate", 5: "done"})
+    groups = [RankGroup([0, 5], "collective", REDUCE, [1]), RankGroup([1], "code", LOAD, suspect=True), *other]
+    assert [(mark.word, mark.letter, mark.suspect) for mark in marks(now, groups).values()] == [
+        ("lost", "L", False), ("behind", "B", True), ("stopped", "S", True), ("?", "?", False), ("gate", "G", False),
+        ("done", "D", False),
     ]  # fmt: skip
+    assert drawn(now, groups)[-1] == "             L lost: 0   D done: 5"
 
 
 def test_arrows_are_ascii_where_the_terminal_is() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from rich.style import Style
@@ -49,7 +49,7 @@ _ENDED = frozenset({"failed", "done", "killed", "lost"})
 _PACK = 4  # cells per group: easier to count by eye
 _ROW = 16  # cells per row
 _GAP = 3  # between nodes that are side by side
-_NAME_MOST, _RANKS_MOST = 16, 9
+_NAME_MOST, _RANKS_MOST = 16, 9  # cells
 
 
 class Mark(NamedTuple):
@@ -71,7 +71,7 @@ def marks(view: RunView, groups: Sequence[RankGroup]) -> dict[int, Mark]:
 def _mark(rank: RankView, group: RankGroup | None, first: int | None) -> Mark:
     word = clean(rank.state)
     suspect = group.suspect if group else rank.rank == first
-    if group is not None and group.doing != "unknown" and word not in _ENDED:
+    if group is not None and word not in _ENDED and (group.doing != "unknown" or word == "running"):
         word = _DOING.get(group.doing, group.doing)
     if suspect and word == "running":
         word = "behind"
@@ -182,7 +182,7 @@ def _legend(
         mark = next(found[rank] for rank in group.ranks if rank in found)
         where = f"{places.get(group.ranks[0], UNKNOWN)}, " if len(group.ranks) == 1 else ""
         words = wrapped(f"{where}{clean(group.words, 400)}{_relation(group, groups, look)}", max(10, cells - wide - 4))
-        rest = left.difference(group.ranks)
+        rest = left.difference(rank for rank in group.ranks if rank in left and _inspected(found[rank], group))
         if lines and len(lines) + len(words) + bool(rest) > most:
             break
         left = rest
@@ -199,21 +199,21 @@ def _inspected(mark: Mark, group: RankGroup) -> bool:
     return group.suspect or mark.word not in _ENDED
 
 
-def _who(ranks: Sequence[int]) -> str:
-    text = ranges(ranks)
+def _who(ranks: Sequence[int], words: Callable[[Sequence[int]], str] = ranges) -> str:
+    text = words(ranks)
     return text if len(text) <= 2 * _RANKS_MOST else f"{len(ranks)} ranks"
 
 
 def _relation(group: RankGroup, groups: Sequence[RankGroup], look: Look) -> str:
     """Return for which ranks a group waits, or which ranks wait for it."""
     if group.waits_for:
-        return f" {'->' if look.glyphs.ascii else '→'} {rank_words(group.waits_for)}"
+        return f" {'->' if look.glyphs.ascii else '→'} {_who(group.waits_for, rank_words)}"
     mine = set(group.ranks)
     waiting = [rank for other in groups if mine.intersection(other.waits_for) for rank in other.ranks]
     if not waiting:
         return ""
     verb, it = "waits" if len(waiting) == 1 else "wait", "it" if len(mine) == 1 else "them"
-    return f" {'<-' if look.glyphs.ascii else '←'} {rank_words(waiting)} {verb} for {it}"
+    return f" {'<-' if look.glyphs.ascii else '←'} {_who(waiting, rank_words)} {verb} for {it}"
 
 
 def _states(ranks: Sequence[int], found: Mapping[int, Mark], cells: int, look: Look) -> list[Runs]:
