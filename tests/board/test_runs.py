@@ -294,15 +294,19 @@ async def test_new_runs_and_states_appear_while_the_cursor_stays(tmp_path: Path,
         assert screen.entry.view.id == "rone"
 
 
-async def test_a_run_of_another_host_or_an_ended_one_is_not_stopped(tmp_path: Path, env: dict[str, str]) -> None:
+async def test_a_run_of_another_host_or_an_ended_one_is_not_stopped_nor_inspected(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
     keep(env, view("rfar", head=NOBODY, started=iso(made_at() + 60)))
     keep(env, view("rdone", "done"))
     async with opened(tmp_path) as (app, pilot, _):
         await lab.settle(pilot, lambda: lab.shown(app, "launched on login2"))
-        await pilot.press("s")
+        await pilot.press("s", "e")
         await lab.settle(pilot, lambda: lab.told(app, "gpuboard stop rfar` there"))
-        await pilot.press("down", "s")
+        await lab.settle(pilot, lambda: lab.told(app, "gpuboard explain rfar` there"))
+        await pilot.press("down", "s", "e")
         await lab.settle(pilot, lambda: lab.told(app, "rdone has ended already: done"))
+        await lab.settle(pilot, lambda: lab.told(app, "rdone is not running: there is nothing to inspect"))
         assert isinstance(app.screen, RunsScreen)
 
 

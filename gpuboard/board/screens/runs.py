@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 1.0
 _AROUND = 10  # rows of the list, the table of ranks and the footer at least
+_EXPLAINED_S = 60.0  # for which an explanation is shown: the ranks of a run that is not stalled go on
 _DETAILS = 6  # rows of the details at least, if there are so many
 _REASON = "stopped from the board"
 _EMPTY = """No runs yet.
@@ -73,6 +74,10 @@ class Explained(NamedTuple):
     state: object  # of the run at that time: later ones need a new explanation
     at: float  # monotonic
     found: Explanation | None
+
+    def holds(self, entry: RunEntry) -> bool:
+        """Whether it may still describe the run."""
+        return self.state == _state(entry) and (self.found is None or time.monotonic() - self.at < _EXPLAINED_S)
 
 
 class StopConfirm(Confirm):
@@ -193,7 +198,7 @@ class RunsScreen(BoardScreen):
         going = {run for run, entry in self._entries.items() if entry.live}
         self._stopping = {run: stop for run, stop in self._stopping.items() if run in going}
         self._explained = {
-            run: one for run, one in self._explained.items() if run in going and one.state == _state(self._entries[run])
+            run: one for run, one in self._explained.items() if run in going and one.holds(self._entries[run])
         }
         self._draw()
 
