@@ -13,7 +13,6 @@ from gpuboard.launch.runs.folder import RankView
 from gpuboard.model.links import link
 from gpuboard.model.snapshot import GpuView, Snapshot
 from gpuboard.model.text import clean
-from gpuboard.model.units import format_size
 
 SLOW = 0.6  # of the median of the other links of its kind
 BETWEEN, WITHIN = "between nodes", "same node"
@@ -32,6 +31,7 @@ class Link(msgspec.Struct, frozen=True):
     kind: str
     there: float
     back: float
+    usual: float | None = None  # median of the lower bandwidths of the other links of its kind
     slow: bool = False
 
     @property
@@ -64,7 +64,7 @@ def links(measured: Measured, ranks: Mapping[int, RankView], snapshot: Snapshot 
     """Return the links with their kinds, slow ones marked; ``snapshot`` has the topology of the nodes."""
     gpus = {(node.name, gpu.index): gpu for node in (snapshot.nodes if snapshot else ()) for gpu in node.gpus}
     found = []
-    for transfer in measured.transfers:
+    for transfer in sorted(measured.transfers, key=lambda transfer: transfer.ranks):
         first, second = (ranks[rank] for rank in transfer.ranks)
         there, back = (
             transfer.bytes / took_s / 1e9 if took_s > 0 else 0.0 for took_s in (transfer.there_s, transfer.back_s)
@@ -80,7 +80,7 @@ def links(measured: Measured, ranks: Mapping[int, RankView], snapshot: Snapshot 
                 back,
             )
         )
-    return [msgspec.structs.replace(one, slow=_slow(one, found)) for one in found]
+    return [_beside(one, found) for one in found]
 
 
 def _kind(first: RankView, second: RankView, gpus: Mapping[tuple[str, int], GpuView]) -> str:
@@ -93,27 +93,33 @@ def _kind(first: RankView, second: RankView, gpus: Mapping[tuple[str, int], GpuV
     return WITHIN if word == "?" else word
 
 
-def _slow(one: Link, found: Sequence[Link]) -> bool:
+def _beside(one: Link, found: Sequence[Link]) -> Link:
     others = [other.least for other in found if other.kind == one.kind and other.ranks != one.ranks]
-    return bool(others) and one.least < SLOW * median(others)
+    usual = median(others) if others else None
+    return msgspec.structs.replace(one, usual=usual, slow=usual is not None and one.least < SLOW * usual)
 
 
 def link_checks(found: Sequence[Link], reductions: Sequence[AllReduce]) -> list[Check]:
-    """Return one check per link and one for the all-reduce of the largest tensor."""
+    """Return one check per link, and one for the all-reduce of the largest tensor."""
     checks = []
     for one in found:
         words = f"{one.gpus[0]} ↔ {one.gpus[1]} ({one.kind}): {gbps(one.there)} there, {gbps(one.back)} back"
-        if not one.slow:
+        if one.slow and one.usual is not None:
+            cause = f"slow: the other links of this kind have {gbps(one.usual)}"
+            checks.append(Check("link", None, "warn", words, cause, _remedy(one, found)))
+        else:
             checks.append(Check("link", None, "ok", words))
-            continue
-        usual = median(other.least for other in found if other.kind == one.kind and other.ranks != one.ranks)
-        cause = f"slow: the other links of this kind have {gbps(usual)}"
-        checks.append(Check("link", None, "warn", words, cause, _remedy(one, found)))
     largest = max(reductions, key=lambda each: each.bytes, default=None)
     if largest is not None:
-        words = f"{format_size(largest.bytes)} in {1000 * largest.took_s:.1f} ms: bus {gbps(largest.bus)}"
-        checks.append(Check("all-reduce", None, "ok", f"{words}, algorithm {gbps(largest.algorithm)}"))
+        checks.append(Check("all-reduce", None, "ok", all_reduce_words(largest)))
     return checks
+
+
+def all_reduce_words(one: AllReduce) -> str:
+    """Return ``256 MiB in 4.1 ms: bus 108 GB/s, algorithm 62 GB/s``."""
+    size = f"{one.bytes / 2**20:.0f} MiB" if one.bytes >= 2**20 else f"{one.bytes / 2**10:.0f} KiB"
+    digits = 2 if one.took_s < 0.01 else 0
+    return f"{size} in {1000 * one.took_s:.{digits}f} ms: bus {gbps(one.bus)}, algorithm {gbps(one.algorithm)}"
 
 
 def gbps(bandwidth: float) -> str:
@@ -128,7 +134,8 @@ def gbps(bandwidth: float) -> str:
 
 def _remedy(one: Link, found: Sequence[Link]) -> str:
     if one.kind != BETWEEN:
-        return f"on {clean(one.nodes[0], 60)}: nvidia-smi topo -m, nvidia-smi nvlink --status, and the PCIe width in `gpuboard status`"
+        where = clean(one.nodes[0], 60)
+        return f"on {where}: see nvidia-smi topo -m, nvidia-smi nvlink --status, and `gpuboard doctor` for PCIe widths"
     between = [other for other in found if other.kind == BETWEEN]
     for node in one.nodes:
         own = [other for other in between if node in other.nodes]

@@ -128,4 +128,5 @@ def test_the_checks_of_a_launch_start_no_rank(nodes: Cluster, login: Host) -> No
     until(lambda: not [*nodes["gpu01"].processes(user="alice"), *nodes["gpu02"].processes(user="alice")], "all ended")
 
     done = login.run(["gpuboard", "doctor", "--device", "cpu"])
-    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "gpuboard: --device and --python belong to --rank-map")
+    wrong = "gpuboard: --device and --python belong to --rank-map and --nccl"
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, wrong)

@@ -14,6 +14,7 @@ import msgspec
 from gpuboard import paths
 from gpuboard.cli.context import Context
 from gpuboard.cli.see.status import settled
+from gpuboard.cli.setup import links
 from gpuboard.cli.setup.config import problems_of
 from gpuboard.cli.table import pad, paint, wrap
 from gpuboard.errors import ConfigError, GpuboardError, NoNodeReached, UsageError
@@ -38,16 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "map, as `launch` does before it starts ranks; none is started")  # fmt: skip
     launch.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="as for launch; default: cuda")
     launch.add_argument("--python", metavar="PATH", help="Python interpreter of the ranks, as for launch")
+    links.add_arguments(parser)
     parser.epilog = (
         "examples:\n  gpuboard doctor\n  gpuboard doctor --nodes 'gpu[01-03]'\n"
         "  gpuboard doctor --rank-map map.json\n"
+        "  gpuboard doctor --nccl --gpus gpu01:0-7@gpu02:0-7\n"
         "  gpuboard doctor --json | jq -r '.checks[] | select(.status == \"fail\")'\n\n"
-        "exit codes: 0 nothing failed, 1 a check failed, 6 no node could be reached"
+        "exit codes: 0 nothing failed, 1 a check failed, 6 no node could be reached;\n"
+        "with --nccl as launch: 4 GPUs not free now, 7 preflight failed"
     )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Run all checks and print their results."""
+    if args.nccl:
+        return links.run(args, context)
+    if args.n or args.gpus or args.lease or args.seconds:
+        raise UsageError("--n, --gpus, --lease and --seconds belong to --nccl")
     from gpuboard.doctor.machine import config_failure
     from gpuboard.launch.preflight.checks import failed
 
@@ -106,7 +114,7 @@ def _launch_probe(
     """Yield the started probe of ``--rank-map``, and the nodes of the map that are not among ``nodes``."""
     if args.rank_map is None:
         if args.python or args.device != "cuda":
-            raise UsageError("--device and --python belong to --rank-map")
+            raise UsageError("--device and --python belong to --rank-map and --nccl")
         yield None, []
         return
     from gpuboard.doctor.launch import LaunchProbe

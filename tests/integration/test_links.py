@@ -1,0 +1,41 @@
+"""`gpuboard doctor --nccl` with gloo: the links between real ranks are measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+
+def doctor(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Measure for a second in ranks on this machine."""
+    env = {**os.environ, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state")}
+    command = [sys.executable, "-m", "gpuboard", "doctor", "--nccl", "--device", "cpu", "--python", sys.executable]
+    command += ["--seconds", "1", *words]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_links_and_all_reduce_of_three_ranks(tmp_path: Path) -> None:
+    done = doctor(tmp_path, "--n", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [(one["ranks"], one["kind"]) for one in found["links"]] == [
+        (pair, "same node") for pair in ([0, 1], [1, 2], [2, 0])
+    ]
+    assert all(one["there"] > 0 and one["back"] > 0 for one in found["links"])
+    assert [one["bytes"] for one in found["all_reduce"]] == [2**14, 2**18, 2**22]
+    assert all(one["bus"] == pytest.approx(one["algorithm"] * 4 / 3) for one in found["all_reduce"])
+    assert {check["name"] for check in found["checks"]} >= {"start", "torch", "link", "all-reduce"}
+
+
+def test_a_measurement_that_fails_has_its_cause(tmp_path: Path) -> None:
+    done = doctor(tmp_path, "--n", "1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "rank 0 (" in done.stderr
+    assert "failed: ValueError: links need two GPUs at least; pass --n 2 or more" in done.stderr
