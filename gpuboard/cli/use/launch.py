@@ -10,8 +10,7 @@ import secrets
 import shlex
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,25 +22,22 @@ from gpuboard.cli.options import duration_or_zero, typed, whole
 from gpuboard.cli.reserve.allocate import add_request, add_slurm, add_terms, job_options, progress, request_of
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.cli.stderr import report
-from gpuboard.cli.use.detached import await_detached, detached_message
+from gpuboard.cli.use.detached import await_detached
+from gpuboard.cli.use.lead import lead
 from gpuboard.cli.use.remote_head import SLURM_REFUSED, lead_elsewhere
 from gpuboard.errors import NoSuchLease, Refused, UsageError
-from gpuboard.launch.detached.process import Detaching, DetachingHead, WaitingCommand, fork
+from gpuboard.launch.detached.process import DetachingHead, WaitingCommand, fork
 from gpuboard.launch.detached.remote import HeadConfig
 from gpuboard.launch.parent_watch import Lifeline
 from gpuboard.model.text import quoted
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.launch.output import Screen
     from gpuboard.launch.plan import LaunchPlan
-    from gpuboard.launch.preflight.check import Check
-    from gpuboard.launch.runs.folder import RunView
     from gpuboard.leases.ledger import Allocator, Scope
     from gpuboard.model.rankmap import RankMap
     from gpuboard.model.request import Request
-    from gpuboard.model.snapshot import Snapshot
 
 NAME = "launch"
 HELP = "start distributed PyTorch, one rank per GPU; explain failures"
@@ -127,7 +123,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     if args.head:
-        from gpuboard.cli.use.served_head import serve_head  # imports this module
+        from gpuboard.cli.use.served_head import serve_head  # late: no command of a user
 
         return serve_head(context)
     outcome = outcome_of(NAME)
@@ -258,73 +254,6 @@ def _screen(*, quiet: bool, stdout: bool) -> Iterator[Screen]:
         yield stack.enter_context(contextlib.closing(Screen(null or out, null or sys.stderr)))
 
 
-def lead(
-    decided: LaunchPlan,
-    nodes: Mapping[str, Node],
-    context: Context,
-    screen: Screen,
-    outcome: dict[str, Any],
-    *,
-    lease: RankMap | None,
-    script_checks: Sequence[Check],
-    line: Lifeline | None,
-    detaching: Detaching | None,
-) -> tuple[int, bool]:
-    """Lead the run in this process; return its exit code, and whether its logs are complete."""
-    from gpuboard.launch.head import Head
-    from gpuboard.launch.restarts.attempts import Attempts
-    from gpuboard.launch.runs.folder import RunFolder, prune
-    from gpuboard.transport.connector import Connector
-
-    folder = RunFolder(context.env, decided.run)
-    threading.Thread(
-        target=prune, args=(context.env, *context.settings.runs.limits()), name="prune", daemon=True
-    ).start()
-    connector = Connector(context.settings)
-    read_lease = (
-        None
-        if lease is None
-        else _gpu_reader([nodes[node.name] for node in lease.nodes if node.name in nodes], context)
-    )
-
-    def make(plan: LaunchPlan, before: Head | None, change: str) -> Head:
-        used = {config.node: nodes[config.node] for config in plan.nodes}
-        return Head(
-            plan,
-            folder,
-            screen,
-            connector=connector,
-            nodes=used,
-            read_gpus=_gpu_reader(list(used.values()), context) if plan.options.device == "cuda" else None,
-            script_checks=script_checks,
-            started=None if detaching is None or detaching.left else lambda: leave(detaching),
-            read_lease=read_lease,
-            before=before,
-            change=change,
-        )
-
-    def leave(process: Detaching) -> None:
-        process.leave(screen, detached_message(attempts.head))
-
-    attempts = Attempts(decided, make, lease)
-    if line is not None:
-        why = "the board that launched it is closed" if detaching is None else "the command that launched it has ended"
-        line.then(lambda: attempts.stop(why))
-    try:
-        code = attempts.run()
-        if detaching is not None and not detaching.left and code == 0:
-            screen.lines(
-                "err", [f"gpuboard: run {decided.run} has ended already; `gpuboard logs last` shows its output"]
-            )
-        return code, attempts.head.logs_complete
-    finally:
-        if line is not None:
-            line.then(lambda: None)  # the run is over; the release must not be interrupted
-        connector.close()
-        view: RunView = attempts.head.view()
-        outcome |= {"run": msgspec.to_builtins(view), "checks": msgspec.to_builtins(attempts.head.checks)}
-
-
 def _whole_lease(plan: LaunchPlan, context: Context) -> RankMap | None:
     """Return the map of the whole lease if it has GPUs that the run does not use, for restarts; else None."""
     from gpuboard.leases.terms import stored_rank_map
@@ -332,26 +261,6 @@ def _whole_lease(plan: LaunchPlan, context: Context) -> RankMap | None:
     lease = plan.rank_map.lease
     whole = stored_rank_map(context.env, lease) if plan.options.max_restarts and lease is not None else None
     return whole if whole is not None and whole.world_size > plan.rank_map.world_size else None
-
-
-def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[Snapshot], None]], None]:
-    """Return a function that polls ``nodes`` once in the background and passes on the snapshot, complete or not."""
-
-    def start(done: Callable[[Snapshot], None]) -> None:
-        from gpuboard.cluster.fleet import FIRST_READING_S
-
-        fleet = context.fleet_of_run(nodes)
-        fleet.start()
-
-        def read() -> None:
-            fleet.wait_all(fleet.connect_s + FIRST_READING_S)
-            fleet.freshen()
-            done(fleet.snapshot())
-            fleet.close()
-
-        threading.Thread(target=read, name="gpus", daemon=True).start()
-
-    return start
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from gpuboard.cli.context import Context
 from gpuboard.cli.status_file import outcome_of, recorded
 from gpuboard.cli.stderr import report
-from gpuboard.cli.use.launch import lead
+from gpuboard.cli.use.lead import lead
 from gpuboard.config import Configuration
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper.logind import kills_at_logout
