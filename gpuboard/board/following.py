@@ -8,7 +8,7 @@ from textual.timer import Timer
 
 from gpuboard.board.background import Background
 from gpuboard.board.dialogs.launch_process import StartedRun
-from gpuboard.board.text.run import ended_words
+from gpuboard.board.text.detail.run import ended_words
 from gpuboard.launch.runs.folder import FINAL
 from gpuboard.launch.runs.index import RunEntry
 from gpuboard.model.text import clean

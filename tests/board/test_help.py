@@ -16,8 +16,8 @@ from gpuboard.board.command_palette import Palette
 from gpuboard.board.filter import query
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.help import FILTER_WORDS, FLAG_WORDS, MOUSE_WORDS, RANK_WORDS, STATE_WORDS, HelpScreen
+from gpuboard.board.text.detail.ranks import RANK_LETTERS
 from gpuboard.board.text.format import FLAG_MARKS, UNKNOWN
-from gpuboard.board.text.ranks import RANK_LETTERS
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.model.state import STATES
 from tests.board.lab import board, make_core, screen, settle

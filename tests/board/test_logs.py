@@ -18,7 +18,7 @@ from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.screens.logs import LogScreen
-from gpuboard.board.text.log_line import bytes_words, drawn, matches, spans, visible
+from gpuboard.board.text.detail.log_line import bytes_words, drawn, matches, spans, visible
 from gpuboard.board.widgets import log_file
 from gpuboard.board.widgets.log_file import LogFile, LogGone, LogPosition, Match, Window, find_in
 from gpuboard.board.widgets.log_view import LogView

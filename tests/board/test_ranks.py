@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gpuboard.board.text.ranks import Mark, marks, picture
-from gpuboard.board.text.run import explained
+from gpuboard.board.text.detail.ranks import Mark, marks, picture
+from gpuboard.board.text.detail.run import explained
 from gpuboard.board.theme.styles import ASCII, Look
 from gpuboard.launch.runs.folder import RankView, RunView, VerdictView
 from gpuboard.launch.stalls.verdict import Explanation

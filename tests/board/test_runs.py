@@ -21,7 +21,7 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.screens.logs import LogScreen
 from gpuboard.board.screens.runs import RunsScreen, StopConfirm
 from gpuboard.board.screens.watches import Watch, holds
-from gpuboard.board.text.run import Stop, about, countdown, ended_words, first_rank, state_of
+from gpuboard.board.text.detail.run import Stop, about, countdown, ended_words, first_rank, state_of
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.keeper import holder
 from gpuboard.launch.preflight.check import Check

@@ -20,7 +20,7 @@ from msgspec import inspect as types
 
 from gpuboard.board.history import History
 from gpuboard.board.scene import Place
-from gpuboard.board.text import gpu as gpu_lines
+from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.cli.reserve.leases import table as lease_table
 from gpuboard.cli.see.status import table
 from gpuboard.cluster.feed import NodeFeed

@@ -15,9 +15,9 @@ from gpuboard.board.history import Samples
 from gpuboard.board.scene import Place
 from gpuboard.board.screens.gpu import Known, Memory, notice
 from gpuboard.board.screens.node import node_lines
-from gpuboard.board.text import gpu as gpu_lines
 from gpuboard.board.text.cells import width as cells_of
-from gpuboard.board.text.gpu import Frame
+from gpuboard.board.text.detail import gpu as gpu_lines
+from gpuboard.board.text.detail.gpu import Frame
 from gpuboard.board.text.lines import Runs, named, wrapped
 from gpuboard.board.theme.styles import ASCII, UNICODE
 from gpuboard.model.snapshot import JobView, ProcessView

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpuboard.board.text.health import Evidence, evidence
+from gpuboard.board.text.detail.health import Evidence, evidence
 from gpuboard.model.gpu import xid_words
 from gpuboard.model.snapshot import XidView
 from tests.board.made import gpu

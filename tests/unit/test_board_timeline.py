@@ -9,7 +9,7 @@ from datetime import datetime
 
 import pytest
 
-from gpuboard.board.text.timeline import Axis, axis, bar, ruler
+from gpuboard.board.text.detail.timeline import Axis, axis, bar, ruler
 from gpuboard.board.theme.styles import ASCII, UNICODE
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuboard.board.text.topology import legend, matrix, neighbours
+from gpuboard.board.text.detail.topology import legend, matrix, neighbours
 from gpuboard.model.links import link
 from gpuboard.model.snapshot import GpuView, NodeView
 from tests.board.made import gpu, node

@@ -15,7 +15,7 @@ from gpuboard.board.gpu_actions import ActingScreen
 from gpuboard.board.history import History, is_current
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.screens import processes
-from gpuboard.board.text import gpu as gpu_lines
+from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.board.text.lines import Runs, above, named, title
 from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_key, process_rows
 from gpuboard.board.theme.styles import Glyphs

@@ -16,8 +16,8 @@ from gpuboard.board import keys
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import BoardScreen
 from gpuboard.board.screens.runs import RunsScreen
+from gpuboard.board.text.detail.ranks import RANK_LETTERS
 from gpuboard.board.text.format import FLAG_MARKS
-from gpuboard.board.text.ranks import RANK_LETTERS
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.board.widgets.footer import Footer
 

@@ -18,7 +18,7 @@ from gpuboard.board.dialogs.reserve import open_reserve
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import BoardScreen
 from gpuboard.board.screens.watches import open_watch
-from gpuboard.board.text import timeline
+from gpuboard.board.text.detail import timeline
 from gpuboard.board.text.rows import Runs, share
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row

@@ -17,10 +17,10 @@ from gpuboard.board.dialogs.base import Confirm
 from gpuboard.board.dialogs.launch import open_launch
 from gpuboard.board.screens.base import BoardScreen, Notice
 from gpuboard.board.screens.logs import LogScreen
-from gpuboard.board.text import ranks as ranks_text
+from gpuboard.board.text.detail import ranks as ranks_text
+from gpuboard.board.text.detail.run import RUN_STYLES, Stop, about, countdown, explained, first_rank, state_of
 from gpuboard.board.text.lines import named
 from gpuboard.board.text.rows import Cell, Column, Row
-from gpuboard.board.text.run import RUN_STYLES, Stop, about, countdown, explained, first_rank, state_of
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Lines

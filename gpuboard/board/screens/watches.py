@@ -19,7 +19,7 @@ from gpuboard.board.operations import Attempt
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import BoardScreen
 from gpuboard.board.terminal.notify import announce
-from gpuboard.board.text.run import ended_words
+from gpuboard.board.text.detail.run import ended_words
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
 from gpuboard.board.widgets.pane import Lines

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 from rich.text import Text
 
-from gpuboard.board.text.log_line import drawn, matches, visible
+from gpuboard.board.text.detail.log_line import drawn, matches, visible
 
 BLOCK = 64 * 1024  # bytes
 _STEP = 4 * BLOCK  # read at a time when looking for lines

@@ -16,7 +16,7 @@ from textual.widget import Widget
 
 from gpuboard.board.background import Background
 from gpuboard.board.text.cells import fit_runs
-from gpuboard.board.text.log_line import bytes_words, spans
+from gpuboard.board.text.detail.log_line import bytes_words, spans
 from gpuboard.board.widgets.log_file import LogFile, LogGone, LogPosition, Match, Page, Window, find_in
 from gpuboard.errors import GpuboardError
 

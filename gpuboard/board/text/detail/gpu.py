@@ -10,11 +10,11 @@ from gpuboard.board.dialogs.request_form import local
 from gpuboard.board.history import SPAN_S, Samples
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import fit
+from gpuboard.board.text.detail.health import evidence
+from gpuboard.board.text.detail.topology import legend, matrix, neighbours
 from gpuboard.board.text.format import age
-from gpuboard.board.text.health import evidence
 from gpuboard.board.text.lines import NAME, Runs, named, wrapped
 from gpuboard.board.text.plots import Values, plot, time_axis
-from gpuboard.board.text.topology import legend, matrix, neighbours
 from gpuboard.board.theme.styles import LETTERS, Glyphs
 from gpuboard.model.links import SELF
 from gpuboard.model.snapshot import GpuView, NodeView, shown_flags

@@ -1,0 +1,1 @@
+"""One thing in detail as lines of text: a GPU, a run, a lease (pure)."""
