@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.hosts import ADDRESSES, Host, Running
-from tests.integration.launch_lab import FAMILY, SLEEP, wait_up, write_torch
+from tests.integration.launch_lab import FAMILY, SLEEP, parent, wait_up, write_torch
 from tests.nodes import Cluster
 from tests.nvml import LOST, Gpu
 from tests.waiting import Stopwatch, read_line, until
@@ -144,8 +144,7 @@ def test_both_nodes_are_empty_within_five_seconds_when_a_process_is_killed(lab: 
             process.send_signal(signal.SIGKILL)
         else:
             ranks = lab["gpu02"].processes(lambda p: "script.py" in p.argv, user="alice")
-            parent = int(Path(f"/proc/{ranks[0].pid}/stat").read_text().rpartition(")")[2].split()[1])
-            os.kill(parent, signal.SIGKILL)
+            os.kill(parent(ranks[0].pid), signal.SIGKILL)
         wait_left(lab, 5.0)
         _, err = process.communicate(timeout=60)
         if who == "supervisor":
@@ -393,6 +392,34 @@ raise RuntimeError("CUDA error: unspecified launch failure")
         assert "gpuboard: rank 1 (gpu02:1): GPU 1 is lost: the driver no longer lists GPU-" in err
         listed = json.loads(lab["login1"].run(["gpuboard", "runs", "--json"], check=True).stdout)["runs"]
         assert "GPU 1 is lost" in listed[-1]["verdicts"][0]["evidence"]
+
+
+def test_a_restart_after_a_lost_connection_leaves_no_process_of_before(lab: Cluster) -> None:
+    """Guard and supervisor are killed at once, so that the helper of the first attempt survives them."""
+    script = """
+import os, subprocess, time
+from torch.distributed import meet
+meet()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("up", flush=True)
+while not os.path.exists("finish"):
+    time.sleep(0.02)
+"""
+    with launched(lab, script, "--max-restarts", "1") as process:
+        wait_up(process, 2)
+        [rank] = lab["gpu02"].processes(lambda p: "script.py" in p.argv, user="alice")
+        supervisor = parent(rank.pid)
+        for pid in (parent(supervisor), supervisor):
+            os.kill(pid, signal.SIGKILL)
+        wait_up(process, 2)
+        assert [words for words in left(lab) if "sleep" in words] == []
+        put(lab["login1"], "finish", "")
+        _, err = process.communicate(timeout=60)
+        lab["login1"].run(["rm", "finish"], check=True)
+    assert process.returncode == 0, err
+    assert "gpu02: connection lost" in err
+    assert "attempt 2 of 2\n" in err
 
 
 def test_a_lease_taken_with_nodes_is_enough_without_a_config(lab: Cluster) -> None:

@@ -63,6 +63,15 @@ def test_the_same_failure_again_is_reported_and_the_last_exit_code_counts(tmp_pa
         assert words in run.text["err"]
 
 
+def test_a_refused_restart_counts_as_an_attempt(tmp_path: Path) -> None:
+    script = "import os\nif os.environ['RANK'] == '1': os.remove('script.py')\nos._exit(3)\n"
+    with Launch(tmp_path, script, "--max-restarts", "2") as run:
+        assert run.wait() == 7
+        assert [(v.attempt, v.kind) for v in run.view().verdicts] == [(1, "exit"), (2, "preflight"), (3, "preflight")]
+        assert "attempt 3 failed like attempt 2 (fail start: " in run.text["err"]
+        assert run.view().state == "failed"
+
+
 @pytest.mark.parametrize(("script", "sent", "code"), [(SLEEP, signal.SIGTERM, 143), (STUBBORN, signal.SIGINT, 5)])
 def test_a_run_that_the_user_stops_is_not_restarted(tmp_path: Path, script: str, sent: int, code: int) -> None:
     """SIGTERM ends the ranks; ctrl-C while a failed attempt is being stopped ends it now."""

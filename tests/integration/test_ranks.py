@@ -229,6 +229,22 @@ def test_helpers_of_a_failed_rank_are_ended(folder: Path) -> None:
         assert here.wait_ended()[0]["code"] == 2
 
 
+def test_what_an_earlier_attempt_left_ends_before_the_ranks_start(folder: Path) -> None:
+    run = f"r{os.getpid()}"
+    script = "import os; print(os.environ['TORCHELASTIC_RESTART_COUNT'])"
+    environ = {**os.environ, "GPUBOARD_RUN": run}
+    earlier = subprocess.Popen(["sleep", "600"], env={**environ, "GPUBOARD_ATTEMPT": "1"})
+    other = subprocess.Popen(["sleep", "600"], env={**environ, "GPUBOARD_ATTEMPT": "2"})  # of another node
+    with node(folder, script, run=run, attempt=2, max_restarts=1) as here:
+        here.call("check")
+        assert earlier.wait() == -signal.SIGKILL
+        assert other.poll() is None
+        go(here)
+        here.wait_ended()
+        assert here.text() == "1\n"
+    assert other.wait() == -signal.SIGKILL
+
+
 def test_signals_go_to_the_ranks_only(folder: Path) -> None:
     script = """
 import os, signal, subprocess, sys, time
