@@ -59,6 +59,12 @@ class SignalReceived(msgspec.Struct, frozen=True):
     number: int
 
 
+class LeaseReading(msgspec.Struct, frozen=True):
+    """All GPUs of the lease, also those that the run does not use."""
+
+    snapshot: Snapshot
+
+
 class Head:
     """One attempt of a run, from its plan to its exit code."""
 
@@ -138,6 +144,7 @@ class Head:
         self._stop_asked: tuple[str, int] | None = None  # by the user: the reason and the exit code
         self._control_server: ControlServer | None = None
         self._handlers: dict[int, Any] = {}  # of signals, to be restored
+        self.lease_reading: Snapshot | None = None  # all GPUs of the lease, read in the pause after this attempt
         self.continues = False  # another attempt follows, which takes over control socket and signals
         self._reading_gpus = False  # whether one of them may be the reason
 
@@ -231,11 +238,6 @@ class Head:
         """What this attempt failed of: the same text for the same failure."""
         place = self._watch.cause.place if self._watch.cause else ""
         return place or next((verdict.text for verdict in self._verdicts()), "")
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """The newest reading of the GPUs."""
-        return self._preflight_calls.snapshot
 
     # preflight
 
@@ -338,6 +340,8 @@ class Head:
             self._stop(reason, 128 + signal.SIGTERM, item.grace_s)
         elif isinstance(item, ExplainRequest):
             self._stalls.explain(item)
+        elif isinstance(item, LeaseReading):
+            self.lease_reading = item.snapshot
         elif isinstance(item, Snapshot):
             self._on_gpus(item)
 
@@ -587,12 +591,11 @@ class Head:
         """Wait before the next attempt, and read the lease's GPUs. Return ``code``, or that of a stop meanwhile."""
         wait_s = pause_s(self._plan.attempt, self._timing)
         self._print(f"attempt {self._plan.attempt + 1} in {wait_s:.0f} s (ctrl-C: end the run)")
-        self._preflight_calls.snapshot = None
         if self._read_lease is not None:
-            self._read_lease(self._inbox.put)
+            self._read_lease(lambda snapshot: self._inbox.put(LeaseReading(snapshot)))
         self._pump(lambda: self._stop_asked is not None, time.monotonic() + wait_s)
         read = self._read_lease is None
-        self._pump(lambda: self._stop_asked is not None or read or self.snapshot is not None, None)
+        self._pump(lambda: self._stop_asked is not None or read or self.lease_reading is not None, None)
         if self._stop_asked is None:
             self.continues = True
             return code
@@ -623,7 +626,8 @@ class Head:
         if self._before is not None:
             self._handlers = self._before._handlers
             for number in self._handlers:
-                signal.signal(number, caught)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # SIGHUP, of a detached run
+                    signal.signal(number, caught)
             return
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
         ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup; `&` in sh

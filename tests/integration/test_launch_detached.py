@@ -114,3 +114,24 @@ def test_detach_prints_json_and_a_short_run_its_output(tmp_path: Path) -> None:
         done = launch.command("attach")
         assert done.returncode == 143
         assert "stopped by `gpuboard stop" in done.stderr
+
+
+def test_a_detached_run_is_restarted_under_an_attached_command(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+while not os.path.exists("fail" if first else "end"):
+    time.sleep(0.02)
+sys.exit(3 if first else 0)
+"""
+    with Launch(tmp_path, script, "--detach", "--max-restarts", "1") as launch:
+        assert launch.wait() == 0
+        with attach(launch) as attached:
+            (tmp_path / "fail").touch()
+            view = launch.wait_view(lambda view: view.attempt == 2 and view.state == "running")
+            os.kill(view.head.pid, signal.SIGHUP)
+            (tmp_path / "end").touch()
+            err = attached.communicate(timeout=60)[1]
+        assert attached.returncode == 0, err
+        assert "gpuboard: attempt 2 of 2\n" in err
+        assert (launch.view().state, launch.view().attempt) == ("done", 2)

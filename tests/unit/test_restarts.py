@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from gpuboard.config import Settings
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
 from gpuboard.launch.plan import LaunchOptions, LaunchPlan, launch_plan, next_attempt
-from gpuboard.launch.rank_map_source import cpu_rank_map
 from gpuboard.launch.restarts.attempts import Attempts
 from gpuboard.launch.restarts.rules import pause_s, restarts
 from gpuboard.launch.restarts.spares import reassigned
 from gpuboard.launch.runs.control import ControlRequest, ask
-from gpuboard.launch.runs.folder import RunFolder, read_state
+from gpuboard.launch.runs.folder import RunFolder, RunView, read_state
 from gpuboard.launch.target import Target
 from gpuboard.launch.timing import HeadTiming
 from gpuboard.leases.rank_map import rank_map
@@ -117,6 +116,56 @@ def test_ranks_on_the_cpu_need_nodes_only() -> None:
     assert found is USED
 
 
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    found = Lab(tmp_path)
+    yield found
+    found.screen.close()
+    found.connector.close()
+
+
+class Lab:
+    """A run of one rank that always fails, on this machine under the names gpu01 and gpu02."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = RunFolder({"HOME": str(folder), "XDG_STATE_HOME": str(folder)}, "rabc")
+        self.screen = Screen(io.StringIO(), io.StringIO())
+        self.connector = Connector(Settings())
+        self.nodes = {name: Node(name, None) for name in ("gpu01", "gpu02")}
+        self.timing = HeadTiming()
+        self.read_lease: Callable[[Callable[[Snapshot], None]], None] | None = None
+        self.plan = launch_plan(
+            of_lease("gpu01:0"),
+            Target("program", "false"),
+            run="rabc",
+            secret="5ec",
+            cwd=str(folder),
+            environ={"PATH": os.environ["PATH"]},
+            options=LaunchOptions(device="cpu", max_restarts=1),
+        )
+
+    def make(self, plan: LaunchPlan, before: Head | None, change: str) -> Head:
+        """Return the head of an attempt."""
+        return Head(
+            plan,
+            self.folder,
+            self.screen,
+            connector=self.connector,
+            nodes=self.nodes,
+            read_gpus=None,
+            read_lease=self.read_lease,
+            before=before,
+            change=change,
+            timing=self.timing,
+        )
+
+    def view(self) -> RunView:
+        """Return the run as written."""
+        found = read_state(self.folder.path)
+        assert found is not None
+        return found
+
+
 @pytest.mark.parametrize(
     ("stop", "code"),
     [
@@ -125,49 +174,36 @@ def test_ranks_on_the_cpu_need_nodes_only() -> None:
     ],
     ids=["ctrl-C", "stop"],
 )
-def test_a_stop_in_the_pause_ends_the_run_at_once(tmp_path: Path, stop: Callable[[Path], object], code: int) -> None:
-    env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
-    folder, screen, connector = RunFolder(env, "rabc"), Screen(io.StringIO(), io.StringIO()), Connector(Settings())
-    node = Node("localhost", None)
-    plan = launch_plan(
-        cpu_rank_map(1, [node], spread=False),
-        Target("program", "false"),
-        run="rabc",
-        secret="5ec",
-        cwd=str(tmp_path),
-        environ={"PATH": os.environ["PATH"]},
-        options=LaunchOptions(device="cpu", max_restarts=3),
-    )
-
-    def make(plan: LaunchPlan, before: Head | None, change: str) -> Head:
-        timing = HeadTiming(restart_pause_s=0.0 if before is None else 600.0, restart_pause_max_s=600.0)
-        nodes = {node.name: node}
-        return Head(
-            plan,
-            folder,
-            screen,
-            connector=connector,
-            nodes=nodes,
-            read_gpus=None,
-            before=before,
-            change=change,
-            timing=timing,
-        )
+def test_a_stop_in_the_pause_ends_the_run_at_once(lab: Lab, stop: Callable[[Path], object], code: int) -> None:
+    lab.timing = HeadTiming(restart_pause_s=600.0, restart_pause_max_s=600.0)
+    log = lab.folder.path / "head.log"
+    log.touch()
 
     def when_paused() -> None:
-        until(lambda: "attempt 3 in 600 s" in (folder.path / "head.log").read_text(), "the pause begins")
-        stop(folder.path)
+        until(lambda: "attempt 2 in 600 s" in log.read_text(), "the pause begins")
+        stop(lab.folder.path)
 
-    (folder.path / "head.log").touch()
     thread = threading.Thread(target=when_paused)
     thread.start()
-    assert Attempts(plan, make, None).run() == code
+    assert Attempts(lab.plan, lab.make, None).run() == code
     thread.join()
-    screen.close()
-    connector.close()
-    view = read_state(folder.path)
-    assert view is not None
-    assert (view.state, view.exit_code, view.attempt) == ("stopped", code, 2)
-    assert [(v.attempt, v.kind) for v in view.verdicts] == [(1, "exit"), (2, "exit"), (2, "stopped")]
+    assert (lab.view().state, lab.view().exit_code, lab.view().attempt) == ("stopped", code, 1)
+    assert [verdict.kind for verdict in lab.view().verdicts] == ["exit", "stopped"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert not (folder.path / "control.sock").exists()
+    assert not (lab.folder.path / "control.sock").exists()
+
+
+def test_only_a_reading_of_the_whole_lease_decides_where_the_next_attempt_runs(lab: Lab) -> None:
+    """Not a late one of the GPUs that the failed attempt used."""
+    lease = of_lease("gpu01:0", "gpu02:0")
+    lab.timing = HeadTiming(restart_pause_s=0.0)
+
+    def read(done: Callable[[Snapshot], None]) -> None:
+        attempts.head._inbox.put(Snapshot(1, "", "", [NodeView("gpu01", "up")]))
+        threading.Timer(0.5, done, [reading(down=("gpu01",))]).start()
+
+    lab.read_lease = read
+    attempts = Attempts(lab.plan, lab.make, lease)
+    assert attempts.run() == 1
+    assert [rank.node for rank in lab.view().ranks] == ["gpu02"]
+    assert "attempt 2 of 2: on gpu02:0; left out: gpu01: ssh: no answer" in (lab.folder.path / "head.log").read_text()

@@ -32,9 +32,9 @@ class Attempts:
         """
         code = self.head.run()
         while self.head.continues:
-            rank_map, change, snapshot = self._plan.rank_map, "", self.head.snapshot
-            if self._lease is not None and snapshot is not None:
-                rank_map, change = reassigned(rank_map, self._lease, snapshot, self._plan.options.device)
+            rank_map, change, reading = self._plan.rank_map, "", self.head.lease_reading
+            if self._lease is not None and reading is not None:
+                rank_map, change = reassigned(rank_map, self._lease, reading, self._plan.options.device)
             self._plan = next_attempt(self._plan, rank_map, secrets.token_hex(16))
             self.head = self._make(self._plan, self.head, change)
             code = self.head.run()
