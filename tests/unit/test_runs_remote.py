@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gpuboard.cli.main import main
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError, UsageError
@@ -122,3 +123,13 @@ def test_a_run_that_several_nodes_list_appears_once() -> None:
     assert node_of(nodes, "gpu02.site") == nodes[1]
     assert node_of(nodes, "gpu01") == nodes[0]
     assert node_of(nodes, "gpu03") is None
+
+
+def test_a_character_that_two_pieces_of_a_log_share_is_whole(
+    env: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(env, view("rabc", run_folder.this_head()))
+    line = "x" * 63
+    (folder / "rank-0.out").write_text(f"{line}\n" * (2**14 - 1) + f"{line}\u20ac\n")  # its first byte is that of a MiB
+    assert main(["logs", "rabc"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"[rank 0 gpu01:3] {line}\u20ac"

@@ -287,5 +287,7 @@ def matching_run(views: Sequence[RunView], name: str, where: str) -> RunView:
     hits = [view for view in views if view.id == name] or [view for view in views if view.id.startswith(name)]
     if len(hits) != 1:
         ids = ", ".join(view.id for view in (hits or views)[-5:])
-        raise UsageError(f"run {name!r} is ambiguous: {ids}" if hits else f"no run {name!r}; recent runs: {ids}")
+        if hits:
+            raise UsageError(f"run {name!r} is ambiguous: {ids}")
+        raise UsageError(f"no run {name!r}; recent runs: {ids}; `gpuboard runs --all-nodes` asks all nodes")
     return hits[0]
