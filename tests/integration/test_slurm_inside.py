@@ -335,3 +335,16 @@ def test_a_run_in_a_job_is_reached_from_the_login_node_through_a_step(lab: Lab) 
         logs.communicate(timeout=60)
         assert logs.returncode == 0
     until(lambda: job.state == "FAILED", "the launch has ended with 130")
+
+
+def test_a_detached_launch_runs_in_its_batch_job_or_is_refused(lab: Lab) -> None:
+    lab.put("quick.py", "import time\ntime.sleep(2)\nprint('bye', flush=True)\n")
+    script = f"gpuboard launch --detach {FAKE} quick.py; echo code $?; gpuboard attach; echo end $?"
+    job = lab.run(script, "--gpus=2", "--nodes=2")
+    assert "\ncode 0\n" in job.out, job.err
+    assert ranks(job.out) == ["bye", "bye"]
+    assert job.out.endswith("end 0\n")
+    assert f"this run ends with Slurm job {job.number}, and a batch job ends with its script" in job.err
+    done = lab.login.run(["gpuboard", "launch", "--detach", "--n", "2", "quick.py"])
+    assert done.returncode == 2
+    assert "--detach cannot be combined with GPUs that are reached through a Slurm job" in done.stderr
