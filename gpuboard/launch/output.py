@@ -75,7 +75,7 @@ class Writer:
         self._failed = failed
         self._queue: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._closed: set[TextIO] = set()  # whose reader has gone
+        self.closed: set[TextIO] = set()  # whose reader has gone
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self.backlog = 0  # characters queued
         self._thread.start()
@@ -95,11 +95,11 @@ class Writer:
         while (item := self._queue.get()) is not None:
             stream, text = item
             try:
-                if stream not in self._closed:
+                if stream not in self.closed:
                     encoding = stream.encoding or "utf-8"  # which may lack some of the characters
                     _write(stream, text.encode(encoding, "replace"), encoding)
             except (OSError, ValueError) as error:  # the run and its logs continue
-                self._closed.add(stream)
+                self.closed.add(stream)
                 if isinstance(error, OSError) and error.errno != errno.EPIPE:  # `| head` wants no more
                     self._failed(stream, error)
             with self._lock:
@@ -144,6 +144,11 @@ class Screen:
     def backlog(self) -> int:
         """Characters not yet written to the user's streams."""
         return max(writer.backlog for writer in self._writers.values())
+
+    @property
+    def unread(self) -> bool:
+        """Whether the reader of stdout has gone, as at the end of ``| head``."""
+        return self._streams["out"] in self._writers["out"].closed
 
     def terminal(self, stream: Stream) -> bool:
         """Whether ``stream`` is a terminal."""

@@ -69,6 +69,10 @@ def test_a_detached_run_survives_its_terminal_and_can_be_attached(tmp_path: Path
             assert second.wait(20) == 130
             assert second.stderr is not None
             assert f"run {view.id} goes on; `gpuboard stop {view.id}` stops it" in second.stderr.read()
+            with attach(launch) as piped:
+                assert piped.stdout is not None
+                piped.stdout.close()  # as `| head` does
+                assert piped.wait(20) == 141
             first.send_signal(signal.SIGUSR1)
             while "forwarded" not in first.stdout.readline():
                 pass

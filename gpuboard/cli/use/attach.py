@@ -86,6 +86,8 @@ class _Attached:
             moved = self._show_new()
             while not received.empty():
                 self._forward(received.get())
+            if self._screen.unread:
+                raise BrokenPipeError
             if not moved and self._view.state in FINAL:
                 break
             while not moved or self._screen.backlog > _BACKLOG:
