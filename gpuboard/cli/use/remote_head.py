@@ -81,8 +81,13 @@ def _follow(head: RemoteHead, context: Context, detaching: DetachingHead) -> tup
         elif outcome:
             return False, outcome
         else:
-            why = line.message or "it was killed"
-            raise GpuboardError(f"the run's head on {head.node.name} ended before the run was detached: {why}")
+            name = head.node.name
+            if line.kind == "closed":
+                raise GpuboardError(f"the run's head on {name} was killed before the run was detached")
+            raise GpuboardError(
+                f"connection to the run's head on {name} lost before the run was detached: {line.message}; "
+                f"`gpuboard runs --node {name}` shows whether it goes on"
+            )
 
 
 def _seen_from(node: Node, first: Node) -> Node:

@@ -22,6 +22,8 @@ from gpuboard.launch.detached.remote import FromHead, HeadConfig, unpacked
 from gpuboard.launch.output import Screen
 from gpuboard.launch.parent_watch import Lifeline
 
+_PROCEED_S = 60.0  # a network that drops packets ends no connection
+
 
 class ServedHead:
     """This process, until it detaches: the end of the connection ends the run."""
@@ -59,7 +61,8 @@ class ServedHead:
                 f"without the ssh agent of this login{cure}"
             ) from error
         self._send(FromHead("adopted"))
-        self._proceed.wait()
+        if not self._proceed.wait(_PROCEED_S):
+            raise GpuboardError(f"the command did not give up lease {record.lease} within {_PROCEED_S:.0f} s")
         handed.confirm()
 
     def leave(self, screen: Screen, message: bytes) -> None:
