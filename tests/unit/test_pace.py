@@ -28,9 +28,18 @@ Work = Callable[[int, int], Sequence[float]]  # rank, step → own time before e
 
 
 def simulated(
-    work: Work, ranks: int = 3, count: int = 50, *, overlap: bool = False, ahead_s: float = 0.0, within_s: float = 0.0
+    work: Work,
+    ranks: int = 3,
+    count: int = 50,
+    *,
+    overlap: bool = False,
+    equal: bool = False,
+    ahead_s: float = 0.0,
+    within_s: float = 0.0,
 ) -> list[RankCalls]:
     """Return when ranks call collectives, of which each waits for the last rank; with ``overlap`` the step's last one.
+
+    ``equal``: all calls are equal, so that each one looks like a step.
 
     Ranks 2 and above are on gpu02, whose clock is ``ahead_s`` ahead of what is known, to within ``within_s``.
     """
@@ -47,6 +56,8 @@ def simulated(
                 called[rank].append(now[rank])
             if not overlap or k == len(own[0]) - 1:
                 now = [max(now) + 0.001] * ranks
+    if equal:
+        offsets = list(range(len(called[0])))
     return [
         RankCalls(rank, _calls(times, offsets, ahead_s * (rank > 1)), 0.0, within_s, f"gpu0{rank // 2 + 1}")
         for rank, times in enumerate(called)
@@ -103,11 +114,25 @@ def test_two_ranks_of_a_slow_node_are_named_together() -> None:
     assert slow(simulated(lambda rank, _: [0.14 if rank in {2, 3} else 0.1], ranks=8)) == (2, 3)
 
 
-def test_collectives_that_overlap_with_computing_are_waited_for_once_per_step() -> None:
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("buckets", [2, 5, 12])
+def test_collectives_that_overlap_with_computing_are_waited_for_once_per_step(buckets: int, equal: bool) -> None:
     """As DistributedDataParallel's buckets: the lag of the slow rank grows until the end of the step."""
-    (found,) = paces(simulated(lambda rank, _: [0.024 if rank == 1 else 0.02] * 5, overlap=True), {})
+
+    def work(rank: int, _: int) -> list[float]:
+        return [each * (1.3 if rank == 1 else 1.0) for each in [0.1, *[0.1 / buckets] * (buckets - 1)]]
+
+    (found,) = paces(simulated(work, overlap=True, equal=equal), {})
+    own = 0.1 + 0.1 / buckets * (buckets - 1)
     assert found.slow == (1,)
-    assert found.late_s == pytest.approx(0.02, abs=0.002)
+    assert [found.step_s, found.late_s] == pytest.approx([1.3 * own, 0.3 * own], rel=0.05)
+
+
+def test_what_one_rank_does_now_and_then_parts_no_steps() -> None:
+    calls = simulated(lambda rank, step: [1.1 if rank == 0 and step % 5 == 0 else 0.1], count=120, equal=True)
+    (found,) = paces(calls, {})
+    assert found.slow == ()
+    assert found.step_s == pytest.approx(0.1, abs=0.01)
 
 
 def test_clocks_of_nodes_are_compared_only_as_far_as_they_are_known() -> None:

@@ -7,6 +7,7 @@ computing, loading data, transfers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import mean, median
@@ -17,6 +18,9 @@ from gpuboard.model.gpu import Count, Number
 
 _STEPS = 60  # the newest ones are looked at
 _ENOUGH = 20  # steps for a judgement: fewer could favour one rank by chance
+_MOST_CALLS, _LEAST_CALLS = 200_000, 200  # of all ranks, of one: to look at 1,000 ranks takes 0.2 s
+_LONGER, _REGULAR = 1.5, 0.75  # gaps between steps: times the gaps within, share of them at equal distances
+_TINY_S = 1e-5  # shorter gaps are equal
 _LATE = 0.125  # share of a step that the others wait for a slow rank: it needs a seventh more time
 _LEAST_S = 0.002  # shorter waits are of no interest
 _USUALLY = 0.75  # share of the steps in which it has to be the slow one
@@ -120,15 +124,19 @@ def _without_echoes(pace: Pace, waits: Mapping[int, float]) -> Pace:
 
 def _pace(members: Sequence[RankCalls], after: int) -> Pace | None:
     end = min(one.calls.first + len(one.calls.gaps_us) for one in members)
-    first = max(after, *(one.calls.first for one in members))
-    starts = [seq for offset in members[0].calls.steps if first <= (seq := members[0].calls.first + offset) <= end]
-    starts = starts[-_STEPS - 1 :]
+    first = max(after, end - max(_LEAST_CALLS, _MOST_CALLS // len(members)), *(one.calls.first for one in members))
+    if end - first < _ENOUGH:
+        return None
+    called = {one.rank: _seconds(one, first, end) for one in members}
+    last = [max(each) for each in zip(*called.values(), strict=True)]
+    starts = [
+        at for offset in members[0].calls.steps if 0 <= (at := members[0].calls.first + offset - first) < len(last)
+    ]
+    starts = _joined(starts, called, last)[-_STEPS - 1 :]
     if len(starts) <= _ENOUGH:
         return None
-    first, end = starts[0], starts[-1]
-    called = {one.rank: _seconds(one, first, end) for one in members}
-    waits, last = _waits(called, [seq - first for seq in starts])
-    spans = [(start - first, stop - first) for start, stop in pairwise(starts)]
+    waits = _waits(called, last, starts)
+    spans = list(pairwise(starts))
     lengths = [last[stop] - last[start] for start, stop in spans]
     by_step = {rank: [sum(each[start:stop]) for start, stop in spans] for rank, each in waits.items()}
     step_s = median(lengths)
@@ -153,14 +161,37 @@ def _seconds(one: RankCalls, first: int, end: int) -> list[float]:
     return found
 
 
-def _waits(called: Mapping[int, Sequence[float]], starts: Sequence[int]) -> tuple[dict[int, list[float]], list[float]]:
-    """Return for each rank how long it waited in each collective, and when the last rank called each of them.
+def _joined(starts: list[int], called: Mapping[int, Sequence[float]], last: Sequence[float]) -> list[int]:
+    """Return where steps start if each call looks like a step of its own: after the longest of the gaps between calls.
+
+    So are the equal buckets of one backward pass. A gap is that of the fastest rank: what only one rank does (a log
+    line) does not part steps. The gaps have to be much longer than the others, and regular.
+    """
+    if len(starts) < 2 or median(later - start for start, later in pairwise(starts)) > 1:
+        return starts
+    gaps = []
+    for k, over in enumerate(last[:-1]):
+        gap = min(each[k + 1] for each in called.values()) - over
+        gaps.append(gap if gap >= 0 else min(each[k + 1] - each[k] for each in called.values()))
+    ordered = sorted(gaps)
+    where = range(len(ordered) // 3, len(ordered) - _ENOUGH // 4)
+    cut = max(where, key=lambda k: ordered[k + 1] / max(ordered[k], _TINY_S), default=0)
+    if ordered[cut + 1] < _LONGER * max(ordered[cut], _TINY_S):
+        return starts
+    places = [k + 1 for k, gap in enumerate(gaps) if gap > ordered[cut]]
+    lengths = Counter(later - start for start, later in pairwise(places))
+    return places if max(lengths.values(), default=0) >= _REGULAR * len(places) else starts
+
+
+def _waits(
+    called: Mapping[int, Sequence[float]], last: Sequence[float], starts: Sequence[int]
+) -> dict[int, list[float]]:
+    """Return for each rank how long it waited in each collective; ``last``: when the last rank called each of them.
 
     Nobody waits in a collective if a rank calls the next one before it is over: it overlaps with computing. Where
     ranks are never that far apart, the times decide: after a wait, the next call follows the end of the collective more
     regularly than it follows the rank's own call.
     """
-    last = [max(each) for each in zip(*called.values(), strict=True)]
     early = min(called, key=lambda rank: median(at - end for at, end in zip(called[rank], last, strict=True)))
     count = len(last) - 1
     blocking = [min(each[k + 1] for each in called.values()) >= last[k] for k in range(count)]
@@ -172,9 +203,7 @@ def _waits(called: Mapping[int, Sequence[float]], starts: Sequence[int]) -> tupl
             blocks = since_end <= _spread([own[k + 1] - own[k] for k in places])
         for k in places:
             blocking[k] = blocks
-    return {
-        rank: [last[k] - each[k] if blocking[k] else 0.0 for k in range(count)] for rank, each in called.items()
-    }, last
+    return {rank: [last[k] - each[k] if blocking[k] else 0.0 for k in range(count)] for rank, each in called.items()}
 
 
 def _phases(starts: Sequence[int], count: int) -> list[list[int]]:
