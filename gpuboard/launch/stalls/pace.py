@@ -20,6 +20,7 @@ _STEPS = 60  # the newest ones are looked at
 _ENOUGH = 20  # steps for a judgement: fewer could favour one rank by chance
 _MOST_CALLS, _LEAST_CALLS = 200_000, 200  # of all ranks, of one: to look at 1,000 ranks takes 0.2 s
 _LONGER, _REGULAR = 1.5, 0.75  # gaps between steps: times the gaps within, share of them at equal distances
+_MOSTLY = 0.9  # share of the steps in which nobody calls the next collective before the one is over
 _TINY_S = 1e-5  # shorter gaps are equal
 _LATE = 0.125  # share of a step that the others wait for a slow rank: it needs a seventh more time
 _LEAST_S = 0.002  # shorter waits are of no interest
@@ -190,15 +191,19 @@ def _waits(
 
     Nobody waits in a collective if a rank calls the next one before it is over: it overlaps with computing. Where
     ranks are never that far apart, the times decide: after a wait, the next call follows the end of the collective more
-    regularly than it follows the rank's own call.
+    regularly than it follows the rank's own call. The one before the longest gap of a step is waited for.
     """
     early = min(called, key=lambda rank: median(at - end for at, end in zip(called[rank], last, strict=True)))
     count = len(last) - 1
     blocking = [min(each[k + 1] for each in called.values()) >= last[k] for k in range(count)]
     own = called[early]
-    for places in _phases(starts, count):
-        blocks = sum(blocking[k] for k in places) >= 0.9 * len(places)
-        if blocks:
+    phases = _phases(starts, count)
+    ends = max(
+        phases, key=lambda places: median(own[k + 1] - last[k] for k in places)
+    )  # a step, which needs its result
+    for places in phases:
+        blocks = sum(blocking[k] for k in places) >= _MOSTLY * len(places)
+        if blocks and places is not ends:
             since_end = _spread([own[k + 1] - last[k] for k in places])
             blocks = since_end <= _spread([own[k + 1] - own[k] for k in places])
         for k in places:
