@@ -12,7 +12,7 @@ import pytest
 from gpuboard.agent.launch import CallRefused
 from gpuboard.agent.runs import jobs
 from gpuboard.launch.stalls.evidence import Inspection, RankEvidence, StackFrame
-from gpuboard.launch.stalls.foreign import Job, JobProcess, NodeJob, NodeJobs, explain_job, joined
+from gpuboard.launch.stalls.foreign import ForeignJob, JobProcess, NodeJob, NodeJobs, explain_job, joined
 from tests.waiting import until
 
 PORT = str(os.getpid() % 60000)  # of no other job on this machine
@@ -70,7 +70,7 @@ def waiting(count: int) -> Inspection:
     return Inspection([RankEvidence(number, 100 + number, "S", stack=stack) for number in range(count)])
 
 
-def explained(**nodes: NodeJobs) -> tuple[Job, str | None]:
+def explained(**nodes: NodeJobs) -> tuple[ForeignJob, str | None]:
     """Return the only job of these nodes, and the verdict on it."""
     [job] = joined(nodes, {name: waiting(len(answer.jobs[0].ranks)) for name, answer in nodes.items()})
     return job, explain_job(job).verdict

@@ -22,7 +22,7 @@ def attempt(loop: Loop, targets: list[tuple[str, int]], secret: str = SECRET, ti
     """Return the results by port."""
     found: list[list[dict[str, Any]]] = []
     wanted = [{"node": "n", "address": address, "port": port} for address, port in targets]
-    network.Attempts(loop, secret, wanted, timeout_s, found.append)
+    network.ConnectAttempts(loop, secret, wanted, timeout_s, found.append)
     while not found:
         loop.turn()
     assert len(found) == 1

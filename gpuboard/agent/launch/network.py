@@ -175,7 +175,7 @@ class Answering:
         caller.close()
 
 
-class Attempts:
+class ConnectAttempts:
     """Simultaneous connections to the answering sockets of other nodes; ``done`` gets one result for each.
 
     A connection that is not accepted within ``timeout_s`` is dropped: the peer's kernel accepts at once, also when the

@@ -201,7 +201,7 @@ class Supervisor:
         return {"ports": found}
 
     def _probe_connect(self, call: int, args: "Dict[str, Any]") -> "Any":
-        network.Attempts(
+        network.ConnectAttempts(
             self._loop,
             self._config["secret"],
             list(args["targets"]),

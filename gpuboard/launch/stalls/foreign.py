@@ -53,7 +53,7 @@ class Placed(msgspec.Struct, frozen=True):
     evidence: RankEvidence | None
 
 
-class Job(msgspec.Struct, frozen=True):
+class ForeignJob(msgspec.Struct, frozen=True):
     """One job on the nodes that were asked."""
 
     job: dict[str, str]
@@ -77,10 +77,10 @@ class Job(msgspec.Struct, frozen=True):
         return f"job{at}{f' ({known})' if known else ''}: {len(self.ranks)}{of} ranks on {nodes}"
 
 
-def joined(found: Mapping[str, NodeJobs], inspections: Mapping[str, Inspection]) -> list[Job]:
+def joined(found: Mapping[str, NodeJobs], inspections: Mapping[str, Inspection]) -> list[ForeignJob]:
     """Return the jobs on all nodes: parts with the same variables are one job. ``inspections``: by node, of the ranks
     of all its jobs in their order, numbered from 0."""
-    jobs: dict[object, Job] = {}
+    jobs: dict[object, ForeignJob] = {}
     for node, answer in found.items():
         evidence = {one.rank: one for one in inspections[node].ranks} if node in inspections else {}
         number = 0
@@ -94,11 +94,11 @@ def joined(found: Mapping[str, NodeJobs], inspections: Mapping[str, Inspection])
             local = not part.job or part.job.get("MASTER_ADDR", "").startswith(_LOOPBACK)
             key = (tuple(sorted(part.job.items())), node if local else None)
             before = jobs[key].ranks if key in jobs else []
-            jobs[key] = Job(part.job, [*before, *placed])
+            jobs[key] = ForeignJob(part.job, [*before, *placed])
     return list(jobs.values())
 
 
-def explain_job(job: Job) -> Explanation:
+def explain_job(job: ForeignJob) -> Explanation:
     """Return what the ranks of a job are doing and what blocks, as far as they were found."""
     statuses: dict[int, RankStatus] = {}
     evidence: dict[int, RankEvidence] = {}
@@ -139,7 +139,7 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {ranges(numbers)}"
 
 
-def _contradiction(job: Job) -> tuple[str, str] | None:
+def _contradiction(job: ForeignJob) -> tuple[str, str] | None:
     """Return what makes it impossible that the ranks find each other, and the remedy; None if nothing does."""
     places: dict[int, list[Placed]] = {}
     for one in job.ranks:

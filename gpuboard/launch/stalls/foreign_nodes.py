@@ -12,7 +12,7 @@ from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
 from gpuboard.launch.runs.remote import NodeRuns, ask_all
 from gpuboard.launch.stalls.evidence import Inspection
-from gpuboard.launch.stalls.foreign import Job, NodeJobs, joined
+from gpuboard.launch.stalls.foreign import ForeignJob, NodeJobs, joined
 from gpuboard.launch.stalls.inspect import pyspy_for
 from gpuboard.model.replies import Done
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _UPLOAD_S = 120.0  # of py-spy, 3.7 MB: also over a slow connection
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundJobs(msgspec.Struct, frozen=True):
     """The jobs on the nodes; ``unseen``: what could not be seen and why; ``failed``: by node, why it did not answer."""
 
-    jobs: list[Job]
+    jobs: list[ForeignJob]
     unseen: list[str]
     failed: dict[str, str]
 
@@ -38,7 +38,7 @@ class _Look(msgspec.Struct, frozen=True):
 
 def find_jobs(
     nodes: Sequence[Node], settings: Settings, new_scheduler: Callable[[], Scheduler | None], pid: int | None = None
-) -> Found:
+) -> FoundJobs:
     """Return every distributed job of this user on ``nodes``; ``pid``: only that of this process on the first one.
 
     Raises GpuboardError for a process that does not exist or is another user's, and where no node answers.
@@ -61,7 +61,7 @@ def find_jobs(
     inspections = {name: look.inspection for name, look in looks.items() if look.inspection is not None}
     words = {name: str(error).removeprefix(f"{name}: ") for name, error in failed.items()}
     unseen = [look.unseen for look in looks.values() if look.unseen]
-    return Found(joined({name: look.jobs for name, look in looks.items()}, inspections), unseen, words)
+    return FoundJobs(joined({name: look.jobs for name, look in looks.items()}, inspections), unseen, words)
 
 
 def _look(place: NodeRuns, pid: int | None, wanted: dict[str, str] | None) -> _Look:
