@@ -360,6 +360,8 @@ class Head:
         if isinstance(event, events.Quiet):
             self._stalls.quiet(event, now)
             return
+        if isinstance(event, events.Leaving):
+            self._stalls.left(event)
         if isinstance(event, events.Measured):
             self._write("measured.json", event)
         self._watch.event(item.node, event, now)
@@ -438,6 +440,7 @@ class Head:
         self._stop_if_needed(now)
         self._notify_started(now)
         if self._gate_open and self._watch.finished and self._watch.cause is None and not self._succeeded:
+            self._stalls.succeeded()
             self._succeeded = True  # the store on node rank 0 may end; the ranks' helpers have their grace
             options = self._plan.options
             self._supervisors.call_all("stop", {"grace_s": options.helper_grace_s, "reason": "all ranks ended"})

@@ -128,6 +128,25 @@ def test_a_stalled_run_is_ended_on_request(tmp_path: Path) -> None:
         assert (view.state, [verdict.kind for verdict in view.verdicts]) == ("failed", ["stall-behind"])
 
 
+def test_a_difference_that_torch_does_not_notice_is_reported(tmp_path: Path) -> None:
+    """A message that is shorter than expected is accepted by gloo."""
+    script = """
+import os, torch
+from torch import distributed
+distributed.init_process_group("gloo")
+distributed.all_reduce(torch.ones(3))
+distributed.broadcast(torch.ones(2 if os.environ["RANK"] == "1" else 4), 1)
+distributed.destroy_process_group()
+"""
+    with Launch(tmp_path, script, torch=True) as run:
+        assert run.wait() == 0
+        node = os.uname().nodename.partition(".")[0]
+        assert run.text["err"].endswith(
+            f"gpuboard: the ranks differ at collective 2: rank 0 ({node}:0) called broadcast of float 4; "
+            f"rank 1 ({node}:1) called broadcast of float 2; torch reported no error: results may be wrong\n"
+        )
+
+
 def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
     for name in ("init", "python", "item"):
         os.mkfifo(tmp_path / name)

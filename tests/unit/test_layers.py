@@ -16,6 +16,7 @@ AGENT = sorted((ROOT / "gpuboard" / "agent").rglob("*.py"))
 DOORS = {
     "nvml/reader.py": {"pynvml"},
     "rank/worker.py": {"torch"},
+    "rank/recorder.py": {"torch"},
     "rank/store.py": {"torch"},
     "rank/torch_hooks.py": {"torch"},
 }

@@ -159,7 +159,7 @@ def test_ranks_that_call_different_collectives_differ_and_the_minority_is_suspec
     assert "the ranks differ at collective 12: ranks 0,2 called all_reduce of float 4 at train.py:55" in found.words
 
 
-@pytest.mark.parametrize(("op", "suspects"), [("all_reduce", (0, 1)), ("scatter", None)])
+@pytest.mark.parametrize(("op", "suspects"), [("all_reduce", (0, 1)), ("scatter", None), ("all_to_all_single", None)])
 def test_shapes_matter_where_they_must_be_equal(op: str, suspects: tuple[int, ...] | None) -> None:
     found = verdict(seen(0, REDUCE, group(12, 11, op)), seen(1, REDUCE, group(12, 11, op, 5)))
     assert found is not None

@@ -12,6 +12,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
 from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.runs.folder import VerdictView
+from gpuboard.launch.stalls.differences import silent_difference
 from gpuboard.launch.stalls.evidence import Inspection
 from gpuboard.launch.stalls.inspect import Inspections
 from gpuboard.launch.stalls.verdict import Explanation, difference, explain
@@ -49,6 +50,7 @@ class StallFollower:
         self._inspections = Inspections(supervisors, nodes)
         self._identity: object = None  # of the verdict that stands
         self._count = kept
+        self._leaving: list[events.Leaving] = []
         self._requests: list[ExplainRequest] = []
         self._keep = keep
         self._notify = notify
@@ -60,6 +62,16 @@ class StallFollower:
     def ended(self, rank: int, now: float) -> None:
         """Record the end of a rank."""
         self._watch.ended(rank, now)
+
+    def left(self, event: events.Leaving) -> None:
+        """Record what a rank called until its end."""
+        self._leaving.append(event)
+
+    def succeeded(self) -> None:
+        """Print a difference that no rank noticed, now that all have ended."""
+        labels = {rank: f"rank {rank} ({view.node}:{view.index})" for rank, view in self._ranks.ranks.items()}
+        if (message := silent_difference(self._leaving, labels)) is not None:
+            self._notify(message)
 
     def tick(self, now: float) -> bool:
         """Inspect if that is due, print what is new; return whether the verdict has changed."""

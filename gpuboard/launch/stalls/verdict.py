@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from gpuboard.agent.launch.rank.recorder import EQUAL
 from gpuboard.launch.stalls.evidence import Collective, RankEvidence, dataset_frame
 from gpuboard.launch.stalls.pace import Pace
 from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity, group_of, roots, waits_for
@@ -22,9 +23,6 @@ StallKind = Literal[
 _NAMED = 3  # ranks that a sentence describes one by one
 _LITTLE = 0.01  # of a core: of an active rank whose use of the CPU is not known
 _WARNING = re.compile(r"(^|\]:)\[[IW]\d{4} |Warning\b")  # of torch's C++ code, of Python
-# Collectives whose ranks must pass tensors of equal shape and type
-_EQUAL = frozenset({"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "barrier",
-                    "reduce_scatter", "_reduce_scatter_base", "allreduce_coalesced", "all_to_all_single"})  # fmt: skip
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -352,7 +350,7 @@ def _difference(
 
 def _signature(entry: Collective) -> str:
     op = entry.op.strip("_")
-    return entry.words() if entry.op in _EQUAL or op in _EQUAL else op
+    return entry.words() if entry.op in EQUAL or op in EQUAL else op
 
 
 def _cycle(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:

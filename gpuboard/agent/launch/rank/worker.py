@@ -21,7 +21,7 @@ if MYPY:
     from types import TracebackType
     from typing import Any, Dict, List, Optional, Tuple
 
-    from gpuboard.agent.launch.rank import exception, links, preimport, torch_hooks
+    from gpuboard.agent.launch.rank import exception, links, preimport, recorder, torch_hooks
     from gpuboard.agent.launch.rank.worker_channel import WorkerChannel
 
 _OUR_FILE = "<gpuboard>"  # file name of the frames of this code
@@ -61,13 +61,19 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
         if end.code not in (None, 0) and end.__context__ is not None and not end.__suppress_context__:
             _report(channel, end, state)  # hydra, click and many a main() handle errors with an exit
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        channel.send({"t": "leaving", "code": code & 255})
+        channel.send(dict(_calls(state) if code == 0 else {}, t="leaving", code=code & 255))
         raise
     except BaseException as error:
         _report(channel, error, state)
         _hide_our_frames()
         raise
-    channel.send({"t": "leaving", "code": 0})  # before torch closes its connections, which other ranks may notice first
+    # Before torch closes its connections, which other ranks may notice first.
+    channel.send(dict(_calls(state), t="leaving", code=0))
+
+
+def _calls(state: "Dict[str, Any]") -> "Dict[str, Any]":
+    """Return the collectives that this rank called: gloo may accept data of another size without an error."""
+    return recorder.own() if state["joined"] else {}
 
 
 def _wait_for_gloo() -> None:
