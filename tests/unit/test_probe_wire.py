@@ -135,7 +135,7 @@ def test_an_unknown_role_is_reported_and_exits_2() -> None:
     assert code == 2
     assert lines[0] == b""
     assert [json.loads(line[3:])["data"]["text"] for line in lines[1:]] == [
-        "gpuboard agent: no role 'cook'; this agent has node, launch\n"
+        "gpuboard agent: no role 'cook'; this agent has node, launch, head, runs\n"
     ]
 
 
