@@ -197,9 +197,9 @@ def test_a_terminal_that_cannot_place_text_gets_the_status(here: Here, term: str
 def test_an_unexpected_exception_is_reported_on_a_restored_terminal(here: Here) -> None:
     program = (
         "import sys\n"
-        "from gpuboard.board.widgets.picture import Picture\n"
+        "from gpuboard.board.widgets.single_node import MeterGrid\n"
         "def broken(self, *_): raise KeyError('[/x] of nobody')\n"
-        "Picture.on_key = broken\n"
+        "MeterGrid.on_key = broken\n"
         "from gpuboard.__main__ import main\n"
         "sys.argv[1:] = ['board']\n"
         "sys.exit(main())\n"

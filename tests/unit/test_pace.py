@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import queue
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import cast
 
 import pytest
 
 from gpuboard.agent.launch.watch.pace import arrivals, steps
-from gpuboard.launch.runs.folder import RankView
+from gpuboard.launch.runs.folder import RankView, VerdictView
 from gpuboard.launch.stalls.pace import (
     GroupCalls,
     Pace,
@@ -21,8 +23,11 @@ from gpuboard.launch.stalls.pace import (
     paces,
 )
 from gpuboard.launch.stalls.slow import evidence, pace_lines, remedy, slow_text
-from gpuboard.launch.stalls.straggler import PaceWatch
+from gpuboard.launch.stalls.straggler import PaceWatch, Straggler
+from gpuboard.launch.supervisors import Supervisors
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
+from gpuboard.transport.connector import Connector
+from tests.unit.test_plan import planned
 
 Work = Callable[[int, int], Sequence[float]]  # rank, step → own time before each collective of the step
 
@@ -254,6 +259,39 @@ def test_the_verdict_has_what_is_beside_the_slow_rank() -> None:
         "  rank 0 (gpu01:0): own time 100 ms, waits 40 ms",
         "  rank 1 (gpu01:1): own time 140 ms, waits 0.0 ms, the others wait for it",
     ]
+
+
+def test_the_verdict_waits_for_a_reading_of_the_gpus() -> None:
+    printed: list[str] = []
+    asked: list[float] = []
+    connector = cast(Connector, None)  # no node is asked here
+    supervisors = Supervisors(planned(), {}, connector, queue.SimpleQueue())
+    straggler = Straggler(supervisors, RANKS, read_gpus=lambda: asked.append(1.0), notify=printed.append)
+
+    def standing() -> VerdictView | None:
+        return straggler.verdict
+
+    straggler.take_gpus(Snapshot(1, "", "", []))  # preflight's
+    for now in (10.0, 20.0, 30.0):
+        straggler.watch.looked([pace(1)], now)
+    assert not straggler.tick(31.0, [])
+    assert (asked, standing(), printed) == ([1.0], None, [])
+    hot = GpuView(1, "GPU-1", "H100", "", "busy", "", temperature=91)
+    straggler.take_gpus(Snapshot(1, "", "", [NodeView("gpu01", "up", gpus=[hot])]))
+    named = standing()
+    assert named is not None
+    assert (named.kind, named.rank, named.node) == ("slow", 1, "gpu01")
+    assert "GPU gpu01:1: 91 °C" in printed[0]
+    for now in (40.0, 50.0, 60.0):
+        straggler.watch.looked([pace()], now)
+    assert straggler.tick(61.0, [])
+    assert standing() is None
+    assert printed[1:] == ["no rank is slower than the others any more"]
+    for now in (70.0, 80.0, 90.0):
+        straggler.watch.looked([pace(1)], now)
+    assert not straggler.tick(91.0, [])
+    assert straggler.tick(110.0, []), "the GPUs could not be read"
+    assert "GPU gpu01" not in printed[-1]
 
 
 def test_several_slow_ranks_are_named_with_their_nodes() -> None:

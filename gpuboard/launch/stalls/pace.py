@@ -54,7 +54,6 @@ class PaceReading(msgspec.Struct, frozen=True):
     received: Number
     replied: Number
     load: Number | None = None
-    error: str | None = None
 
 
 class Clock(msgspec.Struct, frozen=True):

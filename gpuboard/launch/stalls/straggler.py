@@ -89,11 +89,11 @@ class Straggler:
     ) -> None:
         """``read_gpus`` starts a reading of the GPUs, which is passed to :meth:`take_gpus`; None: there are none."""
         self.verdict: VerdictView | None = None  # the one that stands
+        self.watch = PaceWatch()
         self._supervisors = supervisors
         self._ranks = ranks
         self._read_gpus = read_gpus
         self._notify = notify
-        self._watch = PaceWatch()
         self._sent: dict[str, float] = {}  # node whose reply is awaited → when it was asked, epoch seconds
         self._calls: list[RankCalls] = []
         self._readings: dict[int, RankReading] = {}
@@ -103,13 +103,13 @@ class Straggler:
 
     def explain(self, explanation: Explanation) -> Explanation:
         """Return ``explanation`` with the pace of the ranks at the newest look; called in any thread."""
-        found = self._watch.newest
+        found = self.watch.newest
         lines = [line for pace in found for line in pace_lines(pace, self._ranks)]
         return msgspec.structs.replace(explanation, paces=found, pace=lines)
 
     def tick(self, now: float, nodes: Collection[str]) -> bool:
         """Look if that is due; return whether the verdict has changed. ``nodes``: those whose ranks run."""
-        if self._watch.due(now) and not self._sent and nodes:
+        if self.watch.due(now) and not self._sent and nodes:
             self._calls, self._readings, self._loads = [], {}, {}
             for node in nodes:
                 self._sent[node] = time.time()
@@ -117,7 +117,7 @@ class Straggler:
         if self._gpus_until is not None and now >= self._gpus_until:
             self._gpus_until = None
             return self._establish(None)
-        slow = () if self._watch.slow is None else self._watch.slow.slow
+        slow = () if self.watch.slow is None else self.watch.slow.slow
         if slow == self._named:
             return False
         self._named = slow
@@ -144,18 +144,17 @@ class Straggler:
                 ]
         if not self._sent:
             complete = self._readings.keys() >= self._ranks.keys()
-            self._watch.looked(paces(self._calls, self._watch.judged) if complete else [], now)
+            self.watch.looked(paces(self._calls, self.watch.judged) if complete else [], now)
             self._calls = []
 
-    def take_gpus(self, snapshot: Snapshot) -> bool:
-        """Process a reading of the GPUs; return whether the verdict has changed."""
-        if self._gpus_until is None:
-            return False  # preflight's
-        self._gpus_until = None
-        return self._establish(snapshot)
+    def take_gpus(self, snapshot: Snapshot) -> None:
+        """Process a reading of the GPUs, if a verdict waits for it."""
+        if self._gpus_until is not None:
+            self._gpus_until = None
+            self._establish(snapshot)
 
     def _establish(self, snapshot: Snapshot | None) -> bool:
-        pace = self._watch.slow
+        pace = self.watch.slow
         if pace is None:
             if self.verdict is not None:
                 self._notify("no rank is slower than the others any more")
