@@ -13,12 +13,14 @@ import pytest
 from gpuboard.agent.launch.watch.pace import arrivals, steps
 from gpuboard.launch.runs.folder import RankView, VerdictView
 from gpuboard.launch.stalls.pace import (
+    Clock,
     GroupCalls,
     Pace,
     PaceReading,
     RankCalls,
     RankPace,
     RankReading,
+    better,
     clock,
     paces,
 )
@@ -150,6 +152,10 @@ def test_clocks_of_nodes_are_compared_only_as_far_as_they_are_known() -> None:
     reading = PaceReading([], received=105.0, replied=105.5)
     there = clock(100.0, reading, 100.6)
     assert [there.ahead_s, there.within_s] == pytest.approx([4.95, 0.05])
+    sure = Clock(4.96, 0.002)
+    assert better(sure, there, 10.0) == Clock(4.96, 0.003)
+    assert better(sure, Clock(4.961, 0.0025), 10.0) == Clock(4.961, 0.0025)
+    assert better(sure, Clock(6.0, 0.05), 10.0) == Clock(6.0, 0.05), "the clock was set"
 
 
 def test_a_rank_that_is_late_because_it_waits_in_another_group_is_not_named() -> None:

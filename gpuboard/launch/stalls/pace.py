@@ -25,7 +25,8 @@ _TINY_S = 1e-5  # shorter gaps are equal
 _LATE = 0.125  # share of a step that the others wait for a slow rank: it needs a seventh more time
 _LEAST_S = 0.002  # shorter waits are of no interest
 _USUALLY = 0.75  # share of the steps in which it has to be the slow one
-_UNCERTAIN = 4.0  # a wait has to be longer than this many times the uncertainty of the clocks
+_UNCERTAIN = 2.5  # a wait has to be longer than this many times the uncertainty of a clock: two are compared
+_DRIFT = 1e-4  # seconds a second: of a quartz, and of NTP that corrects it
 
 
 class GroupCalls(msgspec.Struct, frozen=True):
@@ -67,6 +68,13 @@ def clock(sent: float, reading: PaceReading, arrived: float) -> Clock:
     """Return the clock of a node from a call and its reply, as NTP does (RFC 5905, section 8)."""
     ahead_s = (reading.received - sent + reading.replied - arrived) / 2
     return Clock(ahead_s, max(0.0, (arrived - sent - (reading.replied - reading.received)) / 2))
+
+
+def better(before: Clock, now: Clock, age_s: float) -> Clock:
+    """Return the more certain one of two clocks of a node; that of ``age_s`` ago has drifted since then."""
+    drifted = Clock(before.ahead_s, before.within_s + _DRIFT * age_s)
+    apart = abs(drifted.ahead_s - now.ahead_s) > drifted.within_s + now.within_s  # the clock was set
+    return now if apart or now.within_s <= drifted.within_s else drifted
 
 
 class RankPace(msgspec.Struct, frozen=True):

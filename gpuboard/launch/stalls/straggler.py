@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from gpuboard.launch.runs.folder import RankView, VerdictView
-from gpuboard.launch.stalls.pace import Pace, PaceReading, RankCalls, RankReading, clock, paces
+from gpuboard.launch.stalls.pace import Clock, Pace, PaceReading, RankCalls, RankReading, better, clock, paces
 from gpuboard.launch.stalls.slow import evidence, pace_lines, remedy, slow_text
 from gpuboard.launch.stalls.verdict import Explanation
 from gpuboard.launch.supervisors import CallReply, Supervisors
@@ -95,6 +95,7 @@ class Straggler:
         self._read_gpus = read_gpus
         self._notify = notify
         self._sent: dict[str, float] = {}  # node whose reply is awaited → when it was asked, epoch seconds
+        self._clocks: dict[str, tuple[Clock, float]] = {}  # node → its clock, as known at that time
         self._calls: list[RankCalls] = []
         self._readings: dict[int, RankReading] = {}
         self._loads: dict[str, float | None] = {}
@@ -134,6 +135,9 @@ class Straggler:
         reading = reply.value
         if sent is not None and isinstance(reading, PaceReading):
             there = clock(sent, reading, time.time())
+            if before := self._clocks.get(reply.node):
+                there = better(before[0], there, now - before[1])
+            self._clocks[reply.node] = there, now
             self._loads[reply.node] = reading.load
             for rank in reading.ranks:
                 self._readings[rank.rank] = rank
