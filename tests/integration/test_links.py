@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.nodes import Cluster
 
 pytestmark = pytest.mark.torch
 
@@ -39,3 +42,25 @@ def test_a_measurement_that_fails_has_its_cause(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "rank 0 (" in done.stderr
     assert "failed: ValueError: links need two GPUs at least; pass --n 2 or more" in done.stderr
+
+
+@pytest.mark.nodes
+@pytest.mark.skipif(shutil.which("tc") is None, reason="needs tc (iproute2)")
+def test_a_node_behind_a_slow_link_is_named(nodes: Cluster) -> None:
+    login, slow = nodes["login1"], nodes["gpu03"]
+    limit = ["root", "tbf", "rate", "100mbit", "burst", "64kb", "latency", "200ms"]
+    slow.run(["tc", "qdisc", "add", "dev", "eth0", *limit], user="root", check=True)
+    try:
+        words = ["--device", "cpu", "--python", sys.executable, "--n", "3", "--seconds", "2", "--nodes", "gpu0[1-3]"]
+        done = login.run(["gpuboard", "doctor", "--nccl", *words])
+    finally:
+        slow.run(["tc", "qdisc", "del", "dev", "eth0", "root"], user="root", check=True)
+        login.run(["rm", "-rf", ".local/state/gpuboard/runs"], check=True)
+    assert done.returncode == 0, done.stderr
+    found = {line[: len("gpu01:0 ↔ gpu02:0")]: "slow: the others have" in line for line in done.stdout.splitlines()}
+    assert not found["gpu01:0 ↔ gpu02:0"]
+    assert found["gpu02:0 ↔ gpu03:0"]
+    assert found["gpu03:0 ↔ gpu01:0"]
+    assert done.stdout.endswith(
+        "→ all links of gpu03 are slow: its network card, cable or switch port (ethtool, ibstat)\n"
+    )
