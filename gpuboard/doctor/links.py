@@ -18,7 +18,7 @@ SLOW = 0.6  # of the median of the other links of its kind
 BETWEEN, WITHIN = "between nodes", "same node"
 
 
-class Link(msgspec.Struct, frozen=True):
+class MeasuredLink(msgspec.Struct, frozen=True):
     """Two neighbours in the ring of ranks; bandwidths in GB/s (10⁹ bytes), to the second and back.
 
     ``kind``: NV with the number of NVLinks, a PCIe level as `nvidia-smi topo -m` names it, ``same node`` where that is
@@ -60,7 +60,7 @@ def all_reduce(found: Reduction, world: int) -> AllReduce:
     return AllReduce(found.bytes, found.count, found.took_s, algorithm, algorithm * 2 * (world - 1) / world)
 
 
-def links(measured: Measured, ranks: Mapping[int, RankView], snapshot: Snapshot | None) -> list[Link]:
+def links(measured: Measured, ranks: Mapping[int, RankView], snapshot: Snapshot | None) -> list[MeasuredLink]:
     """Return the links with their kinds, slow ones marked; ``snapshot`` has the topology of the nodes."""
     gpus = {(node.name, gpu.index): gpu for node in (snapshot.nodes if snapshot else ()) for gpu in node.gpus}
     found = []
@@ -71,7 +71,7 @@ def links(measured: Measured, ranks: Mapping[int, RankView], snapshot: Snapshot 
         )
         names = tuple(f"{clean(view.node, 60)}:{view.index}" for view in (first, second))
         found.append(
-            Link(
+            MeasuredLink(
                 transfer.ranks,
                 (names[0], names[1]),
                 (first.node, second.node),
@@ -93,13 +93,13 @@ def _kind(first: RankView, second: RankView, gpus: Mapping[tuple[str, int], GpuV
     return WITHIN if word == "?" else word
 
 
-def _beside(one: Link, found: Sequence[Link]) -> Link:
+def _beside(one: MeasuredLink, found: Sequence[MeasuredLink]) -> MeasuredLink:
     others = [other.least for other in found if other.kind == one.kind and other.ranks != one.ranks]
     usual = median(others) if others else None
     return msgspec.structs.replace(one, usual=usual, slow=usual is not None and one.least < SLOW * usual)
 
 
-def link_checks(found: Sequence[Link], reductions: Sequence[AllReduce]) -> list[Check]:
+def link_checks(found: Sequence[MeasuredLink], reductions: Sequence[AllReduce]) -> list[Check]:
     """Return one check per link, and one for the all-reduce of the largest tensor."""
     checks = []
     for one in found:
@@ -132,7 +132,7 @@ def gbps(bandwidth: float) -> str:
     return f"{bandwidth:.{digits}f} GB/s"
 
 
-def _remedy(one: Link, found: Sequence[Link]) -> str:
+def _remedy(one: MeasuredLink, found: Sequence[MeasuredLink]) -> str:
     if one.kind != BETWEEN:
         where = clean(one.nodes[0], 60)
         return f"on {where}: see nvidia-smi topo -m, nvidia-smi nvlink --status, and `gpuboard doctor` for PCIe widths"

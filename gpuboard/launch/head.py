@@ -408,8 +408,7 @@ class Head:
             node.name: {p.pid: f"{p.user}, {p.command}" for gpu in node.gpus for p in gpu.processes or ()}
             for node in snapshot.nodes
         }
-        if self._straggler.take_gpus(snapshot):
-            self._saved = float("-inf")
+        self._straggler.take_gpus(snapshot)
         if self._reading_gpus:
             self._reading_gpus = False
             for line in gpus.damaged(self._plan.rank_map, snapshot):

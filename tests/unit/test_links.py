@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuboard.agent.launch.rank.links import _rounds
-from gpuboard.doctor.links import AllReduce, Link, all_reduce, all_reduce_words, link_checks, links
+from gpuboard.doctor.links import AllReduce, MeasuredLink, all_reduce, all_reduce_words, link_checks, links
 from gpuboard.launch.events import Measured, Reduction, Transfer
 from gpuboard.launch.runs.folder import RankView
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
@@ -29,7 +29,7 @@ def test_each_pair_of_neighbours_is_in_one_round_and_no_rank_twice(world: int) -
         assert len({rank for pair in found for rank in pair}) == 2 * len(found)
 
 
-def ring(per_node: int, *speeds: float) -> list[Link]:
+def ring(per_node: int, *speeds: float) -> list[MeasuredLink]:
     """Return the links of a ring with these bandwidths in GB/s, ``per_node`` ranks to a node."""
     world = len(speeds)
     ranks = {rank: RankView(rank, f"gpu0{rank // per_node + 1}", 0, rank % per_node) for rank in range(world)}

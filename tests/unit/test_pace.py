@@ -13,9 +13,9 @@ import pytest
 from gpuboard.agent.launch.watch.pace import arrivals, steps
 from gpuboard.launch.runs.folder import RankView, VerdictView
 from gpuboard.launch.stalls.pace import (
-    Clock,
+    ClockOffset,
     GroupCalls,
-    Pace,
+    GroupPace,
     PaceReading,
     RankCalls,
     RankPace,
@@ -152,10 +152,10 @@ def test_clocks_of_nodes_are_compared_only_as_far_as_they_are_known() -> None:
     reading = PaceReading([], received=105.0, replied=105.5)
     there = clock(100.0, reading, 100.6)
     assert [there.ahead_s, there.within_s] == pytest.approx([4.95, 0.05])
-    sure = Clock(4.96, 0.002)
-    assert better(sure, there, 10.0) == Clock(4.96, 0.003)
-    assert better(sure, Clock(4.961, 0.0025), 10.0) == Clock(4.961, 0.0025)
-    assert better(sure, Clock(6.0, 0.05), 10.0) == Clock(6.0, 0.05), "the clock was set"
+    sure = ClockOffset(4.96, 0.002)
+    assert better(sure, there, 10.0) == ClockOffset(4.96, 0.003)
+    assert better(sure, ClockOffset(4.961, 0.0025), 10.0) == ClockOffset(4.961, 0.0025)
+    assert better(sure, ClockOffset(6.0, 0.05), 10.0) == ClockOffset(6.0, 0.05), "the clock was set"
 
 
 def test_a_rank_that_is_late_because_it_waits_in_another_group_is_not_named() -> None:
@@ -205,10 +205,10 @@ def test_a_trace_is_read_by_process_group() -> None:
     assert arrivals({"entries": [entry(1), entry(3)]}) == [], "not all are there"
 
 
-def pace(*named: int, newest: int = 100) -> Pace:
+def pace(*named: int, newest: int = 100) -> GroupPace:
     """Return the pace of three ranks, of which those named are slow."""
     ranks = [RankPace(rank, 0.14 if rank in named else 0.1, 0.0 if rank in named else 0.04) for rank in range(3)]
-    return Pace("0", 40, 0.14, ranks, newest, named, 0.04 if named else 0.0)
+    return GroupPace("0", 40, 0.14, ranks, newest, named, 0.04 if named else 0.0)
 
 
 def test_three_looks_in_a_row_establish_a_slow_rank_and_its_end() -> None:

@@ -19,7 +19,7 @@ from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.errors import GpuboardError
 
 if TYPE_CHECKING:
-    from gpuboard.doctor.links import AllReduce, Link
+    from gpuboard.doctor.links import AllReduce, MeasuredLink
     from gpuboard.launch.preflight.check import Check
     from gpuboard.model.snapshot import Snapshot
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     outcome = _launch(args, context, seconds)
     code, folder = outcome["exit_code"], Path((outcome["run"] or {}).get("folder", ""))
     checks = msgspec.convert(outcome["checks"], list[Check])
-    links: list[Link] = []
+    links: list[MeasuredLink] = []
     reductions: list[AllReduce] = []
     if code == 0:
         checks, links, reductions = _results(folder, outcome, context, args.device, checks)
@@ -91,7 +91,7 @@ def _launch(args: argparse.Namespace, context: Context, seconds: int) -> dict[st
 
 def _results(
     folder: Path, outcome: dict[str, Any], context: Context, device: str, checks: list[Check]
-) -> tuple[list[Check], list[Link], list[AllReduce]]:
+) -> tuple[list[Check], list[MeasuredLink], list[AllReduce]]:
     """Return all checks, the links, and the all-reduces. Raises GpuboardError if the run's folder lacks the results."""
     from gpuboard.doctor.links import all_reduce, link_checks, links
     from gpuboard.launch.events import Measured
@@ -126,7 +126,7 @@ def _topology(folder: Path, context: Context) -> Snapshot | None:
 
 
 def _page(
-    links: Sequence[Link], reductions: Sequence[AllReduce], checks: Sequence[Check], context: Context
+    links: Sequence[MeasuredLink], reductions: Sequence[AllReduce], checks: Sequence[Check], context: Context
 ) -> list[str]:
     from gpuboard.doctor.links import all_reduce_words, gbps
 

@@ -57,22 +57,22 @@ class PaceReading(msgspec.Struct, frozen=True):
     load: Number | None = None
 
 
-class Clock(msgspec.Struct, frozen=True):
+class ClockOffset(msgspec.Struct, frozen=True):
     """How far a node's clock is ahead of this machine's, and how uncertain that is, in seconds."""
 
     ahead_s: float
     within_s: float
 
 
-def clock(sent: float, reading: PaceReading, arrived: float) -> Clock:
+def clock(sent: float, reading: PaceReading, arrived: float) -> ClockOffset:
     """Return the clock of a node from a call and its reply, as NTP does (RFC 5905, section 8)."""
     ahead_s = (reading.received - sent + reading.replied - arrived) / 2
-    return Clock(ahead_s, max(0.0, (arrived - sent - (reading.replied - reading.received)) / 2))
+    return ClockOffset(ahead_s, max(0.0, (arrived - sent - (reading.replied - reading.received)) / 2))
 
 
-def better(before: Clock, now: Clock, age_s: float) -> Clock:
+def better(before: ClockOffset, now: ClockOffset, age_s: float) -> ClockOffset:
     """Return the more certain one of two clocks of a node; that of ``age_s`` ago has drifted since then."""
-    drifted = Clock(before.ahead_s, before.within_s + _DRIFT * age_s)
+    drifted = ClockOffset(before.ahead_s, before.within_s + _DRIFT * age_s)
     apart = abs(drifted.ahead_s - now.ahead_s) > drifted.within_s + now.within_s  # the clock was set
     return now if apart or now.within_s <= drifted.within_s else drifted
 
@@ -85,7 +85,7 @@ class RankPace(msgspec.Struct, frozen=True):
     wait_s: float
 
 
-class Pace(msgspec.Struct, frozen=True):
+class GroupPace(msgspec.Struct, frozen=True):
     """The steps of the ranks of one process group. ``slow``: the ranks that the others wait for."""
 
     group: str
@@ -107,7 +107,7 @@ class RankCalls(msgspec.Struct, frozen=True):
     node: str
 
 
-def paces(ranks: Sequence[RankCalls], after: Mapping[str, int]) -> list[Pace]:
+def paces(ranks: Sequence[RankCalls], after: Mapping[str, int]) -> list[GroupPace]:
     """Return the pace of each process group with two ranks or more that has made steps.
 
     ``after``: by group, the collective up to which it has been judged before.
@@ -124,13 +124,13 @@ def paces(ranks: Sequence[RankCalls], after: Mapping[str, int]) -> list[Pace]:
     return [_without_echoes(pace, waits) for pace in seen]
 
 
-def _without_echoes(pace: Pace, waits: Mapping[int, float]) -> Pace:
+def _without_echoes(pace: GroupPace, waits: Mapping[int, float]) -> GroupPace:
     """Leave out ranks that are late because they wait in another group."""
     slow = tuple(rank for rank in pace.slow if waits[rank] <= pace.late_s / pace.step_s / 2)
     return msgspec.structs.replace(pace, slow=slow, late_s=pace.late_s if slow else 0.0)
 
 
-def _pace(members: Sequence[RankCalls], after: int) -> Pace | None:
+def _pace(members: Sequence[RankCalls], after: int) -> GroupPace | None:
     end = min(one.calls.first + len(one.calls.gaps_us) for one in members)
     first = max(after, end - max(_LEAST_CALLS, _MOST_CALLS // len(members)), *(one.calls.first for one in members))
     if end - first < _ENOUGH:
@@ -156,7 +156,7 @@ def _pace(members: Sequence[RankCalls], after: int) -> Pace | None:
     uncertain_s = _UNCERTAIN * max(one.within_s for one in members) if several else 0.0
     if late_s < max(_LEAST_S, uncertain_s):
         slow, late_s = (), 0.0
-    return Pace(members[0].calls.name, len(spans), step_s, found, end, slow, late_s)
+    return GroupPace(members[0].calls.name, len(spans), step_s, found, end, slow, late_s)
 
 
 def _seconds(one: RankCalls, first: int, end: int) -> list[float]:

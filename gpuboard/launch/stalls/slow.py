@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from gpuboard.launch.runs.folder import RankView
-from gpuboard.launch.stalls.pace import Pace, RankReading
+from gpuboard.launch.stalls.pace import GroupPace, RankReading
 from gpuboard.model.gpu import SERIOUS_THROTTLE, THROTTLE_WORDS
 from gpuboard.model.snapshot import GpuView, Snapshot
 from gpuboard.model.text import clean
@@ -20,7 +20,7 @@ Readings = Mapping[int, RankReading]
 Loads = Mapping[str, float | None]
 
 
-def slow_text(pace: Pace, ranks: Ranks) -> str:
+def slow_text(pace: GroupPace, ranks: Ranks) -> str:
     """Return the verdict as one sentence."""
     others = "rank waits" if len(pace.ranks) - len(pace.slow) == 1 else "ranks wait"
     waited = f"{duration(pace.late_s)} of {duration(pace.step_s)} in each step"
@@ -38,7 +38,7 @@ def duration(length_s: float) -> str:
     return f"{length_s:.{0 if length_s >= 10 else 1}f} s"
 
 
-def pace_lines(pace: Pace, ranks: Ranks) -> list[str]:
+def pace_lines(pace: GroupPace, ranks: Ranks) -> list[str]:
     """Return what each rank does in a step, for `gpuboard explain`."""
     named = f"{duration(pace.step_s)} per step"
     group = "" if pace.group == "0" else f" of process group {clean(pace.group, 40)}"
@@ -50,7 +50,7 @@ def pace_lines(pace: Pace, ranks: Ranks) -> list[str]:
     return lines
 
 
-def evidence(pace: Pace, ranks: Ranks, readings: Readings, loads: Loads, snapshot: Snapshot | None) -> list[str]:
+def evidence(pace: GroupPace, ranks: Ranks, readings: Readings, loads: Loads, snapshot: Snapshot | None) -> list[str]:
     """Return what is known of the slow ranks beside the others, one line each; facts that are unknown are left out."""
     others = [one.rank for one in pace.ranks if one.rank not in pace.slow]
     own = {one.rank: one.own_s for one in pace.ranks}
@@ -75,7 +75,7 @@ def evidence(pace: Pace, ranks: Ranks, readings: Readings, loads: Loads, snapsho
     return [line for line in lines if line]
 
 
-def remedy(pace: Pace, ranks: Ranks, readings: Readings, loads: Loads, snapshot: Snapshot | None) -> str:
+def remedy(pace: GroupPace, ranks: Ranks, readings: Readings, loads: Loads, snapshot: Snapshot | None) -> str:
     """Return what to do, by what stands out."""
     gpus = _by_rank(ranks, snapshot)
     hot = [rank for rank in pace.slow if rank in gpus and SERIOUS_THROTTLE & set(gpus[rank].throttle)]
@@ -129,7 +129,7 @@ def _by_rank(ranks: Ranks, snapshot: Snapshot | None) -> dict[int, GpuView]:
     return {rank: gpus[view.node, view.index] for rank, view in ranks.items() if (view.node, view.index) in gpus}
 
 
-def _gpus(pace: Pace, ranks: Ranks, snapshot: Snapshot | None, others: Collection[int]) -> list[str]:
+def _gpus(pace: GroupPace, ranks: Ranks, snapshot: Snapshot | None, others: Collection[int]) -> list[str]:
     """Return temperature, power, load and clocks of each slow rank's GPU, beside others of its model."""
     gpus = _by_rank(ranks, snapshot)
     lines = []

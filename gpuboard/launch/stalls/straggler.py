@@ -8,7 +8,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from gpuboard.launch.runs.folder import RankView, VerdictView
-from gpuboard.launch.stalls.pace import Clock, Pace, PaceReading, RankCalls, RankReading, better, clock, paces
+from gpuboard.launch.stalls.pace import (
+    ClockOffset,
+    GroupPace,
+    PaceReading,
+    RankCalls,
+    RankReading,
+    better,
+    clock,
+    paces,
+)
 from gpuboard.launch.stalls.slow import evidence, pace_lines, remedy, slow_text
 from gpuboard.launch.stalls.verdict import Explanation
 from gpuboard.launch.supervisors import CallReply, Supervisors
@@ -40,8 +49,8 @@ class PaceWatch:
     """Decides when to look, and which slow ranks are established (pure: times are passed in, monotonic seconds)."""
 
     def __init__(self, timing: PaceTiming = DEFAULT_PACE_TIMING) -> None:
-        self.slow: Pace | None = None  # established, as last seen
-        self.newest: list[Pace] = []  # of all process groups, as last seen
+        self.slow: GroupPace | None = None  # established, as last seen
+        self.newest: list[GroupPace] = []  # of all process groups, as last seen
         self.judged: dict[str, int] = {}  # group → the newest collective that has been looked at
         self._timing = timing
         self._next = 0.0
@@ -55,7 +64,7 @@ class PaceWatch:
             self._next = now + self._timing.first_s
         return now >= self._next
 
-    def looked(self, found: Sequence[Pace], now: float) -> None:
+    def looked(self, found: Sequence[GroupPace], now: float) -> None:
         """Evaluate a look; ``found`` is empty if the ranks have made too few steps since the one before."""
         slowest = max(found, key=lambda pace: pace.late_s / pace.step_s, default=None)
         if slowest is not None:
@@ -95,7 +104,7 @@ class Straggler:
         self._read_gpus = read_gpus
         self._notify = notify
         self._sent: dict[str, float] = {}  # node whose reply is awaited → when it was asked, epoch seconds
-        self._clocks: dict[str, tuple[Clock, float]] = {}  # node → its clock, as known at that time
+        self._clocks: dict[str, tuple[ClockOffset, float]] = {}  # node → its clock, as known at that time
         self._calls: list[RankCalls] = []
         self._readings: dict[int, RankReading] = {}
         self._loads: dict[str, float | None] = {}

@@ -11,7 +11,7 @@ import msgspec
 
 from gpuboard.agent.launch.rank.recorder import EQUAL
 from gpuboard.launch.stalls.evidence import Collective, RankEvidence, dataset_frame
-from gpuboard.launch.stalls.pace import Pace
+from gpuboard.launch.stalls.pace import GroupPace
 from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity, group_of, roots, waits_for
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, ranges
@@ -79,7 +79,7 @@ class Explanation(msgspec.Struct, frozen=True):
     ranks: list[RankEvidence]
     missing: list[str] = []
     groups: list[RankGroup] = []
-    paces: list[Pace] = []
+    paces: list[GroupPace] = []
     pace: list[str] = []
 
 
