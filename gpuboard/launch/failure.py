@@ -302,7 +302,7 @@ class FailureWatch:
             return ends[0] if ends else first if self.emptied or waited else None
         if own:
             return first
-        if self.comparing and now - first.at < _COMPARE_S:
+        if self.comparing and not self.emptied and now - first.at < _COMPARE_S:
             return None
         return self._among_effects() if self.finished or waited else None
 

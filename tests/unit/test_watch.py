@@ -208,6 +208,20 @@ def test_the_receiver_of_a_mismatch_is_not_blamed() -> None:
     assert failed.summary()[1] == "other ranks that failed: ranks 1-2"
 
 
+def test_a_run_that_ends_while_its_collectives_are_compared_has_failed() -> None:
+    failed = watch()
+    failed.comparing = True
+    failed.note_output(0, "", SIZES)
+    feed(failed, Exited(0, signal=6), lost(1), lost(2))
+    feed(failed, Exited(1, code=1), Exited(2, code=1))
+    assert failed.cause is None, "the comparison may show which rank is wrong"
+    for node in ("gpu01", "gpu02"):
+        failed.event(node, NodeEnded(0), 10.0)
+    failed.tick(10.0)
+    assert failed.messages[0].startswith("the ranks called different collectives")
+    assert failed.exit_code() == 1
+
+
 def test_a_rank_that_waited_until_the_timeout_is_not_blamed() -> None:
     joined = [Joined(rank) for rank in range(3)]
     waits = [Raised(n, "RuntimeError", "[gloo] Timed out waiting 20000ms for recv operation") for n in range(3)]
