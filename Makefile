@@ -15,13 +15,14 @@ BENCH_STAMP := $(VENV)/.installed-bench-$(KEY)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo test lint check bench clean system-packages
+.PHONY: help demo test lint check bench bench-faults clean system-packages
 
 help:
 	@echo "make demo    set up, then run the workflow on simulated nodes: reserve, train with DDP, release; then the board"
 	@echo "make test    set up (system packages too, as root or with sudo), then run every check and test"
 	@echo "make lint    ruff, mypy, import contracts, the agent's Python 3.6 syntax"
 	@echo "make bench   the measurements of bench/ (about thirteen minutes on an idle machine)"
+	@echo "make bench-faults  every fault of a launch beside torchrun, and healthy runs (about forty minutes; not in CI)"
 	@echo "make clean   remove everything that the above created"
 
 demo: $(RUN_STAMP)
@@ -43,6 +44,9 @@ lint: $(DEV_STAMP)
 
 bench: system-packages $(BENCH_STAMP)
 	$(BIN)/python bench/run.py
+
+bench-faults: system-packages $(DEV_STAMP)
+	$(BIN)/python bench/run.py faults faults-healthy
 
 system-packages:
 	@.ci/system-packages
