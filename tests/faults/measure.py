@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import re
 import signal
@@ -110,7 +111,8 @@ def measure_torchrun(place: Place, name: str, fault: Fault, limit_s: float) -> M
     with fault.around(place):
         started = time.time()
         target = words(*(fault.target or (name,)), script=fault.script)
-        running = place.torchrun(target, fault.before)
+        env = [value for name, value in itertools.pairwise(fault.options) if name == "--env"]
+        running = place.torchrun(target, fault.before, fault.change, ["OMP_NUM_THREADS=1", *env])
         lines = _lines(running)
         if fault.during is not None:
             for _ in lines(_START_S, place.begun.exists):

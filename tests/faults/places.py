@@ -57,8 +57,10 @@ class Place(Protocol):
     ) -> subprocess.Popen[str]:
         """Start `gpuboard launch`: ``words`` are target and arguments, ``change`` changes the rank map."""
 
-    def torchrun(self, words: Sequence[str], before: Sequence[str]) -> subprocess.Popen[str]:
-        """Start torchrun on all nodes with the same target."""
+    def torchrun(
+        self, words: Sequence[str], before: Sequence[str], change: Callable[[RankMap], object], env: Sequence[str]
+    ) -> subprocess.Popen[str]:
+        """Start torchrun on all nodes with the same target, ``change``d master address, and variables ``env``."""
 
     def gpuboard(self, *words: str) -> str:
         """Return what another gpuboard command prints."""
@@ -94,7 +96,9 @@ class OneNode:
         start = [sys.executable, "-m", "gpuboard", "launch", "--rank-map", "map.json", "--device", "cpu"]
         return self._start([*before, *start, "--python", sys.executable, "--grace", "1s", *options, *words])
 
-    def torchrun(self, words: Sequence[str], before: Sequence[str]) -> subprocess.Popen[str]:
+    def torchrun(
+        self, words: Sequence[str], before: Sequence[str], change: Callable[[RankMap], object], env: Sequence[str]
+    ) -> subprocess.Popen[str]:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
         return self._start([*before, *start, *words])
 
@@ -158,13 +162,15 @@ class TwoNodes:
         start = [*before, "gpuboard", "launch", "--rank-map", "map.json", "--device", "cpu", "--python", sys.executable]
         return self._start([*start, "--grace", "1s", "--env", "OMP_NUM_THREADS=1", *options, *words])
 
-    def torchrun(self, words: Sequence[str], before: Sequence[str]) -> subprocess.Popen[str]:
-        assert not before
+    def torchrun(
+        self, words: Sequence[str], before: Sequence[str], change: Callable[[RankMap], object], env: Sequence[str]
+    ) -> subprocess.Popen[str]:
+        mapped = rank_map({"gpu01": 1}, ADDRESSES)
+        change(mapped)
         once = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-        once += ["--master-addr", ADDRESSES["gpu01"], "--master-port", str(MASTER_PORT)]
+        once += ["--master-addr", mapped["master_addr"], "--master-port", str(MASTER_PORT)]
         each = [
-            f"ssh gpu0{at + 1} OMP_NUM_THREADS=1 {shlex.join([*once, '--node-rank', str(at), *words])} 2>&1 &"
-            for at in range(2)
+            f"ssh gpu0{at + 1} {shlex.join([*env, *once, '--node-rank', str(at), *words])} 2>&1 &" for at in range(2)
         ]
         return self._start(["sh", "-c", "\n".join([*each, "wait"])])
 
