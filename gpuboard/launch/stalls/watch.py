@@ -29,7 +29,7 @@ class StallTiming(msgspec.Struct, frozen=True):
     # wait for a rank in uninterruptible sleep: a write to a slow file system, or a driver that hangs
     blocked_s: float = 15.0
     # wait for a rank that computes at one place
-    busy_s: float = 8.0
+    busy_s: float = 7.0
     # wait for a rank that computes or writes and whose stack changes: a slow step, a checkpoint
     slow_s: float = 40.0
     # wait for a rank that still imports torch
