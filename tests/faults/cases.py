@@ -107,7 +107,9 @@ IN_A_RANK: dict[str, Fault] = {
         "bootstrapping phase",
         script=TARGET.with_name("no_guard.py"),
     ),
-    "straggler": Fault("one rank 30 % slower", rf"slow: the other ranks wait .* for {_LABEL}", 130, NEVER, ("straggler", "600")),
+    "straggler": Fault(
+        "one rank 30 % slower", rf"slow: the other ranks wait .* for {_LABEL}", 130, NEVER, ("straggler", "600")
+    ),
     "sigterm-ignored": Fault("SIGTERM ignored", rf"{_LABEL} .*{_VALUE_ERROR}", 1, _VALUE_ERROR),
 }
 
