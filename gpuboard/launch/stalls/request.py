@@ -21,7 +21,10 @@ def explain_run(run: RunAccess) -> Explanation:
     """
     view = run.view()
     if view.state in FINAL:
-        lines = [line for verdict in view.verdicts for line in [verdict.text, *verdict.evidence.splitlines()]]
+        lines = []
+        for verdict in view.verdicts:
+            earlier = f"attempt {verdict.attempt}: " if verdict.attempt != view.attempt else ""
+            lines += [earlier + verdict.text, *verdict.evidence.splitlines()]
         return Explanation([clean(line, 600) for line in lines], None, "", [])
     answer = run.ask(ControlRequest("explain"), _WAIT_S)
     try:
