@@ -29,7 +29,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ from gpuboard.launch.plan import LaunchOptions, launch_plan
 from gpuboard.launch.rank_map_source import cpu_rank_map
 from gpuboard.launch.runs.folder import RunFolder
 from gpuboard.launch.target import Target
+from gpuboard.model.units import seconds_of
 from gpuboard.transport.link import AgentLink
 
 GOALS_S = {2: 3.0, 64: 5.0}
@@ -112,7 +112,7 @@ def over_ssh(folder: Path, count: int, rounds: int, rtt_s: float) -> list[tuple[
 
 def preflight_s(run: dict[str, Any]) -> float:
     """Return the seconds from the beginning of a run to the results of its preflight."""
-    began = datetime.fromisoformat(run["started"]).timestamp()
+    began = seconds_of(run["started"])
     return (Path(run["folder"]) / "preflight.json").stat().st_mtime - began
 
 
