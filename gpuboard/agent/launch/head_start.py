@@ -41,12 +41,7 @@ class _Relay:
         self._loop.watch(channel.fd_noise, IN, channel.pass_noise)  # the head's messages, on stderr
         channel.send(hello())
         self._read_calls()  # calls may have arrived in the same read as the start line
-        while not channel.closed:
-            if channel.pending:
-                self._loop.watch(channel.fd_out, OUT, channel.flush)
-            else:
-                self._loop.unwatch(channel.fd_out)
-            self._loop.turn()
+        self._loop.serve(channel)
 
     def _read_calls(self) -> None:
         for message in self._channel.read_available():

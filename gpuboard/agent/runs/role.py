@@ -9,7 +9,7 @@ import os
 import time
 
 from gpuboard.agent import proc
-from gpuboard.agent.event_loop import IN, OUT, Loop
+from gpuboard.agent.event_loop import IN, Loop
 from gpuboard.agent.launch import CallRefused
 from gpuboard.agent.launch.watch import forked, inspection, signs
 from gpuboard.agent.runs import control, files, jobs
@@ -58,12 +58,7 @@ class _Server:
             self._loop.after(self._silence_s, self._check_client)
         channel.send(hello(proc.user_name(os.getuid())))
         self._read_calls()  # calls may have arrived in the same read as the start line
-        while not channel.closed:
-            if channel.pending:
-                self._loop.watch(channel.fd_out, OUT, channel.flush)
-            else:
-                self._loop.unwatch(channel.fd_out)
-            self._loop.turn()
+        self._loop.serve(channel)
 
     def _check_client(self) -> None:
         assert self._silence_s is not None
