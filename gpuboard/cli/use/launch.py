@@ -22,17 +22,14 @@ from gpuboard.cli.options import duration_or_zero, typed, whole
 from gpuboard.cli.reserve.allocate import add_request, add_slurm, add_terms, job_options, progress, request_of
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.cli.stderr import report
-from gpuboard.cli.use.detached import await_detached
 from gpuboard.cli.use.lead import lead
-from gpuboard.cli.use.remote_head import SLURM_REFUSED, lead_elsewhere
 from gpuboard.errors import NoSuchLease, Refused, UsageError
-from gpuboard.launch.detached.process import DetachingHead, WaitingCommand, fork
-from gpuboard.launch.detached.remote import HeadConfig
 from gpuboard.launch.parent_watch import Lifeline
 from gpuboard.model.text import quoted
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
+    from gpuboard.launch.detached.process import DetachingHead
     from gpuboard.launch.output import Screen
     from gpuboard.launch.plan import LaunchPlan
     from gpuboard.leases.ledger import Allocator, Scope
@@ -130,6 +127,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
     line = None
     detaching = None
     if args.detach:
+        from gpuboard.cli.use.detached import await_detached  # late, as all of detached/: most runs stay attached
+        from gpuboard.launch.detached.process import WaitingCommand, fork
+
         side = fork()
         if isinstance(side, WaitingCommand):
             return await_detached(side, context, as_json=args.json)
@@ -220,6 +220,9 @@ def _launch(
             it = "it" if len(stale) == 1 else "them"
             report(f"ignoring {', '.join(stale)} from your environment; gpuboard sets {it} for each rank")
         if detaching is not None and used[0].host is not None:
+            from gpuboard.cli.use.remote_head import lead_elsewhere
+            from gpuboard.launch.detached.remote import HeadConfig
+
             file = args.status_file and os.path.abspath(args.status_file)
             known = [*used, *(node for node in nodes.values() if node not in used)]
             config = HeadConfig(decided, known, context.settings, warnings, file, whole_lease=lease)
@@ -322,6 +325,8 @@ def _reserved(
     held = None
     with context.ledger(lambda: scope) as ledger:
         if detaching is not None and context.job is None and not ledger.rest().nodes:
+            from gpuboard.cli.use.remote_head import SLURM_REFUSED
+
             raise UsageError(SLURM_REFUSED)
         allocator = ledger.allocator(picks=args.gpus or (), options=job_options(args), progress=progress(context))
         on_cpu = args.device == "cpu" and request is not None and not args.gpus

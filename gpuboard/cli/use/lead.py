@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.use.detached import detached_message
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
@@ -70,6 +69,8 @@ def lead(
         )
 
     def leave(process: Detaching) -> None:
+        from gpuboard.cli.use.detached import detached_message
+
         process.leave(screen, detached_message(attempts.head))
 
     attempts = Attempts(decided, make, lease)
