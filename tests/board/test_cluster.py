@@ -20,8 +20,9 @@ from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.gpu import GpuPanel, GpuScreen
 from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.picture import Picture
 from gpuboard.board.widgets.table import GpuTable
-from tests.board.lab import screen, settle
+from tests.board.lab import drag, screen, settle
 from tests.board.made import GIB, HOSTILE, awaited, busy, gpu, lease, mig, next_scene, node, scene, still, unread
 
 
@@ -124,13 +125,36 @@ async def test_what_is_unknown_is_never_blank_nor_zero(tmp_path: Path) -> None:
     )  # fmt: skip
     bare = node("gpu1", [nothing], age_s=None, cpu_percent=None, memory_used=None, memory_total=None)
     async with opened(tmp_path, scene(bare, unread("gpu2"))) as (_, shown, pilot):
-        line, _ = lines(shown.grid)
-        assert line.split() == ["gpu1", "up", "?", "0/1", "H100", "80GB", "?", "?/?G"]
+        drawn = [line.split() for line in lines(shown.grid)[:3]]
+        assert drawn == [["gpu1", "up", "?", "?", "0/1"], ["H100", "80GB", "-"], ["CPU", "?", "?/?G", "?"]]
         await pilot.press("t")
         line, _ = lines(shown.grid)
         assert line.split() == [
             "gpu1", "0", "H100", "80GB", "?/?G", "?", "?", "?", "?", "?", "?", "unknown", "not", "readable",
         ]  # fmt: skip
+
+
+async def test_few_nodes_have_cells_with_meters_and_users(tmp_path: Path) -> None:
+    one = node("gpu1", [busy("gpu1", 0, "alice", flags=["rogue"]), gpu("gpu1", 1), mig("gpu1", 2, "free", "busy")])
+    few = scene(one, node("gpu2", [busy("gpu2", 0, None)]), unread("gpu3", "ssh: no route to host"))
+    async with opened(tmp_path, few, (100, 24)) as (_, shown, pilot):
+        drawn = lines(shown.grid)
+        assert [line.split()[:2] for line in drawn[:3]] == [["gpu1", "up"], ["H100", "80GB"], ["CPU", "12%"]]
+        assert drawn[0].split("B!")[1].split() == ["━━━━━━━━━─", "90%", "F", "──────────", "0%", "M", "?", "2/4"]
+        assert drawn[1].split()[2:] == ["alice", "-", "-"]
+        assert drawn[2].split()[3:] == ["━━━━━━━━━───", "60G", "────────────", "0G", "────────────", "0G"]
+        assert drawn[-1].split(None, 2)[2] == "ssh: no route to host"
+        left = len(" gpu1   up          ")
+        await pilot.click(Picture, offset=(left + 18 + 3, 2))  # the second line of GPU 1
+        assert shown.cursor_uuid == "GPU-gpu1-1"
+        await drag(pilot, shown.grid, (left, 1), (left + 18, 2), (left + 20, 3))
+        assert shown.targets() == ["GPU-gpu1-0", "GPU-gpu1-1"]
+        await pilot.press("escape", "down")
+        assert shown.cursor_node == "gpu2"
+        await pilot.press("slash", *"state:free", "enter")
+        assert len(lines(shown.grid)) > 1, "a filter changes no sizes"
+        await pilot.resize_terminal(100, 8)
+        await settle(pilot, lambda: len(lines(shown.grid)) == 1)
 
 
 async def test_arrows_walk_over_gpus_and_keep_their_column(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from gpuboard.board.text import single_node
 from gpuboard.board.text.ascii import to_ascii
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.gpu_row import with_devices
-from gpuboard.board.text.picture import Focus, cells_of, columns_for, group_words
+from gpuboard.board.text.picture import Drawing, Focus, below, cells_of, columns_for, group_words, size_for
 from gpuboard.board.text.rows import (
     MARK_WIDTH,
     Cell,
@@ -97,7 +97,7 @@ def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
         if len(scene.snapshot.nodes) == 1:
             lines += body.single_node(core.history, rows - len(top) - _BELOW)
         else:
-            lines += body.picture()
+            lines += body.picture(rows - len(top) - _BELOW)
     lines = lines[:rows] + [[(" " * columns, base)]] * (rows - len(lines))
     system = _colors(core.env)
     drawn = (
@@ -148,7 +148,7 @@ class _Body(NamedTuple):
         rows = [line_of(row) for row in single_node.process_rows(places)]
         return [self._titles(titles, widths, width), *(self._row(row, titles, widths, width) for row in rows)]
 
-    def picture(self) -> list[Styled]:
+    def picture(self, rows: int) -> list[Styled]:
         """Return the picture's lines."""
         items = arrange_nodes(self.scene, self.view)
         first = next((item for item in items if isinstance(item, NodeRow)), None)
@@ -157,15 +157,19 @@ class _Body(NamedTuple):
         shown = (gpu.uuid for gpu in first.node.gpus if first.shown is None or gpu.uuid in first.shown)
         focus = Focus(first.key, next(shown, None))
         width = self.columns - 2 * _EDGE
-        titles = columns_for(items)
+        size = size_for(self.scene, items, width, rows - 1)
+        titles = columns_for(items, size)
         widths = share(titles, width)
+        drawing = Drawing(self.scene, focus, self.look, size, titles[0].width)
         found = [self._titles(titles, widths, width)]
         for item in items:
             if isinstance(item, NodeRow):
-                line = Line(cells_of(item, self.scene, focus, self.look), False, item.node.state != "up")
+                further = below(item, drawing) if size.wide else []
+                line = Line(cells_of(item, drawing), False, item.node.state != "up", below=tuple(further))
             else:
                 line = Line((Cell(group_words(item)),), True, False)
-            found.append(self._row(line, titles, widths, width))
+            parts = (line.line(number) for number in range(size.lines))
+            found += (self._row(part, titles, widths, width) for part in parts)
         edge = (" " * _EDGE, self.base)
         return [
             fit_runs([edge, *fit_runs(runs, width, self.base, ellipsis="")], self.columns, self.base) for runs in found

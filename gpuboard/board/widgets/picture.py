@@ -12,7 +12,18 @@ from textual.geometry import Offset
 
 from gpuboard.board.arrange import Group, NodeRow
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.picture import CELL, PACK, Focus, Item, cells_of, columns_for, group_words
+from gpuboard.board.text.picture import (
+    PACK,
+    CellSize,
+    Drawing,
+    Focus,
+    Item,
+    below,
+    cells_of,
+    columns_for,
+    group_words,
+    size_for,
+)
 from gpuboard.board.text.rows import GAP
 from gpuboard.board.widgets.grid import HEADER, RIGHT, Cell, Grid, LazyRows, Row
 from gpuboard.model.snapshot import NodeView
@@ -42,6 +53,7 @@ class Picture(Grid):
         self._column = 0  # position of that GPU in its row: up and down keep it
         self._items: Sequence[Item] = ()
         self._scene: Scene | None = None
+        self._cell_size = CellSize()
 
     @property
     def cursor(self) -> str | None:
@@ -163,7 +175,7 @@ class Picture(Grid):
             if (column := _SORTS.get(self.column_at(at.x) or "")) is not None:
                 self.post_message(self.Sorted(self, column))
             return
-        index = at.y - HEADER + self.scroll_offset.y
+        index = self._row_at(at.y)
         item = self._items[index] if index < len(self._items) else None
         if not isinstance(item, NodeRow):
             return
@@ -182,7 +194,7 @@ class Picture(Grid):
 
     def key_at(self, at: Offset) -> str | None:
         """Return the UUID of the GPU at ``at``."""
-        index, place = at.y - HEADER + self.scroll_offset.y, self._place_at(at.x)
+        index, place = self._row_at(at.y), self._place_at(at.x)
         if at.y < HEADER or index >= len(self._items) or place is None:
             return None
         return dict(_shown(self._items[index])).get(place)
@@ -208,26 +220,38 @@ class Picture(Grid):
             if self.columns[index].key == "gpus":
                 if nearest:
                     x = max(left, min(x, left + size - 1))
-                pack, inside = divmod(x - left, CELL * PACK + 1)
-                return pack * PACK + min(inside // CELL, PACK - 1) if left <= x < left + size else None
+                cell = self._cell_size.width
+                pack, inside = divmod(x - left, cell * PACK + 1)
+                return pack * PACK + min(inside // cell, PACK - 1) if left <= x < left + size else None
             left += size + GAP
         return None
 
     # Drawing
 
     def _lay_out(self) -> None:
-        """Set the columns for the current rows."""
-        self.set_columns(columns_for(self._items))
+        """Set the size of cells, and the columns, for the current rows."""
+        assert self._scene is not None  # rows come with their scene
+        self._cell_size = size_for(self._scene, self._items, self.scrollable_content_region.width, self._space_below)
+        self.set_columns(columns_for(self._items, self._cell_size))
+        self.set_tall(self._cell_size.lines)
 
     def _row(self, item: Item) -> Row:
         if isinstance(item, Group):
             return Row(item.key, (Cell(group_words(item)),), group=True)
-        return Row(item.key, partial(self._cells, item), dim=item.node.state != "up")
+        further = partial(self._below, item) if self._cell_size.wide else None
+        return Row(item.key, partial(self._cells, item), dim=item.node.state != "up", below=further)
 
     def _cells(self, item: NodeRow) -> Sequence[Cell]:
-        assert self._scene is not None  # rows come with their scene
+        return cells_of(item, self._drawing())
+
+    def _below(self, item: NodeRow) -> Sequence[Cell]:
+        return below(item, self._drawing())
+
+    def _drawing(self) -> Drawing:
+        assert self._scene is not None  # as above
         row = self._items[self._at].key if self._at < len(self._items) else None
-        return cells_of(item, self._scene, Focus(row, self._uuid, self.marks), self._look)
+        focus = Focus(row, self._uuid, self.marks)
+        return Drawing(self._scene, focus, self._look, self._cell_size, self.columns[0].width)
 
 
 def _shown(item: Item) -> list[tuple[int, str]]:
