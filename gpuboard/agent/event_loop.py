@@ -10,8 +10,6 @@ MYPY = False
 if MYPY:
     from typing import Callable, Dict, List, Optional, Tuple
 
-    from gpuboard.agent.protocol import AgentChannel
-
 IN = select.POLLIN
 OUT = select.POLLOUT
 
@@ -56,15 +54,6 @@ class Loop:
     def cancel(self, handle: int) -> None:
         """Drop a timer; one that has fired or was dropped is no error."""
         self._timers = [timer for timer in self._timers if timer[1] != handle]
-
-    def serve(self, channel: "AgentChannel") -> None:
-        """Turn until the channel is closed, and send what it has to send."""
-        while not channel.closed:
-            if channel.pending:
-                self.watch(channel.fd_out, OUT, channel.flush)
-            else:
-                self.unwatch(channel.fd_out)
-            self.turn()
 
     def turn(self) -> None:
         """Wait for the next event and handle all that are ready."""

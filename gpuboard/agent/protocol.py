@@ -8,7 +8,7 @@ import errno
 import fcntl
 import os
 
-from gpuboard.agent.event_loop import IN, OUT, poll
+from gpuboard.agent.event_loop import IN, OUT, Loop, poll
 
 MYPY = False
 if MYPY:  # typing costs start-up, and nothing here needs it at run time
@@ -92,6 +92,15 @@ class AgentChannel:
     def refuse(self, call_id: int, kind: str, message: str, detail: "Any" = None) -> None:
         """Answer call ``call_id`` with an error."""
         self.send({"t": "reply", "id": call_id, "error": {"kind": kind, "message": message, "detail": detail}})
+
+    def serve(self, loop: Loop) -> None:
+        """Turn ``loop`` until the channel is closed, and send what there is to send."""
+        while not self.closed:
+            if self.pending:
+                loop.watch(self.fd_out, OUT, self.flush)
+            else:
+                loop.unwatch(self.fd_out)
+            loop.turn()
 
     def flush(self) -> None:
         """Write as much as the client accepts; never blocks."""

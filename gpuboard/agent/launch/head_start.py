@@ -41,7 +41,7 @@ class _Relay:
         self._loop.watch(channel.fd_noise, IN, channel.pass_noise)  # the head's messages, on stderr
         channel.send(hello())
         self._read_calls()  # calls may have arrived in the same read as the start line
-        self._loop.serve(channel)
+        channel.serve(self._loop)
 
     def _read_calls(self) -> None:
         for message in self._channel.read_available():

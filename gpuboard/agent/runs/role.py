@@ -58,7 +58,7 @@ class _Server:
             self._loop.after(self._silence_s, self._check_client)
         channel.send(hello(proc.user_name(os.getuid())))
         self._read_calls()  # calls may have arrived in the same read as the start line
-        self._loop.serve(channel)
+        channel.serve(self._loop)
 
     def _check_client(self) -> None:
         assert self._silence_s is not None
