@@ -222,7 +222,8 @@ def test_ranks_that_are_all_named_by_a_verdict_are_no_suspects() -> None:
 class Run:
     """A run of two ranks; rank 0 waits in a collective for rank 1."""
 
-    def __init__(self, suspect: RankEvidence, quiet: bool, load: float = 0.0) -> None:
+    def __init__(self, suspect: RankEvidence, quiet: bool, load: float = 0.0, waiting: RankEvidence = WAITING) -> None:
+        self.waiting = waiting
         self.watch = StallWatch(on_gpus=False, timing=StallTiming())
         self.suspect = suspect
         self.quiet = quiet
@@ -237,7 +238,7 @@ class Run:
         while now < until:
             if self.watch.due(now):
                 statuses = [status(0, self.watch.quiet_s(0, now)), status(1, self.watch.quiet_s(1, now))]
-                self.watch.inspected(statuses, [Inspection([WAITING, self.suspect], self.load)], now)
+                self.watch.inspected(statuses, [Inspection([self.waiting, self.suspect], self.load)], now)
                 if self.watch.messages:
                     return now
             now += 0.1
@@ -263,6 +264,12 @@ def test_a_busy_rank_is_reported_later_and_later_still_if_cpus_are_scarce() -> N
     assert Run(BUSY, quiet=False).follow(60) == pytest.approx(7.4, abs=1.1)
     starved = msgspec.structs.replace(BUSY, cpu=0.3)
     assert Run(starved, quiet=False, load=4.0).follow(90) == pytest.approx(24.5, abs=3)
+
+
+def test_a_rank_that_computes_before_the_first_collective_is_given_time() -> None:
+    preparing, first = seen(1, LOAD, cpu=0.95), seen(0, REDUCE, group(1, -1))
+    assert Run(preparing, quiet=False, waiting=first).follow(39) is None
+    assert Run(preparing, quiet=False, waiting=first).follow(60) == pytest.approx(41, abs=2)
 
 
 def test_a_rank_that_writes_is_given_time() -> None:

@@ -30,7 +30,8 @@ class StallTiming(msgspec.Struct, frozen=True):
     blocked_s: float = 15.0
     # wait for a rank that computes at one place
     busy_s: float = 7.0
-    # wait for a rank that computes or writes and whose stack changes: a slow step, a checkpoint
+    # wait for a rank that computes or writes and whose stack changes: a slow step, a checkpoint; also for one that
+    # computes before the first collective is complete: rank 0 often prepares the data for all
     slow_s: float = 40.0
     # wait for a rank that still imports torch
     importing_s: float = 60.0
@@ -78,6 +79,7 @@ class StallWatch:
         self._confirmed = False  # by a second inspection
         self._suspects: object = None  # stacks of the suspects at the newest inspection
         self._still_since = 0.0  # since when these have been the same
+        self._preparing = False  # no collective is complete yet
         self._repeat_at = 0.0
         self._repeat_s = timing.repeat_s
         self._next_on_gpus = 0.0  # when to inspect ranks of which none is quiet
@@ -121,6 +123,8 @@ class StallWatch:
             self._look_at, self._next_on_gpus = now + self._interval, now + self._gpu_s
             return
         self._load = max([inspection.load or 0.0 for inspection in found], default=self._load)
+        completed = [group.completed for one in evidence.values() for group in one.collectives or ()]
+        self._preparing = bool(completed) and max(completed) < 1  # torch writes -1 for none
         activities = {status.rank: activity(status, evidence.get(status.rank)) for status in statuses}
         stall = diagnose(activities)
         self._next_on_gpus = now + self._gpu_s
@@ -164,6 +168,8 @@ class StallWatch:
             return max(timing.sure_s, idle_s - max(0.0, earlier), 2.0 * self._patience.get(place, 0.0))
         if stall.importing:
             wanted = timing.importing_s
+        elif self._preparing:
+            wanted = timing.slow_s
         elif now - self._still_since >= timing.busy_s - 2 * timing.again_s:
             wanted = timing.busy_s
         else:
