@@ -117,7 +117,7 @@ class NodeRuns:
                 raise failure(f"{self.node.name}: {error.message}") from error
             except LinkLost as error:
                 over = link.over or TransportError("timeout", error.words)
-                link.close()  # a late answer is for nobody
+                link.close()  # nothing waits for a late answer
                 unreached = link.hello is None and over.kind != "no-python"
                 if unreached and self._routes.failed(route, over.kind, time.monotonic()) == 0.0:
                     continue  # another route

@@ -70,9 +70,9 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
         if check.remedy:
             lines.append(("Remedy", clean(check.remedy, 300), "good"))
     shown = {verdict.text for verdict in view.verdicts}
-    said = detail.words[-1] if detail and detail.words else ""
-    if said and stop is None and not stalled and (entry.live or not shown) and said not in shown:
-        lines.append(("Head", said, "dim"))
+    last = detail.words[-1] if detail and detail.words else ""
+    if last and stop is None and not stalled and (entry.live or not shown) and last not in shown:
+        lines.append(("Head", last, "dim"))
     lines.append(("Lease", _lease(view.lease, scene, live=entry.live), ""))
     lines.append(("Folder", clean(view.folder), ""))
     return lines
