@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gpuboard.cli.context import Context
 from gpuboard.errors import UsageError
 from gpuboard.launch.runs.access import LocalRun, RunAccess
-from gpuboard.launch.runs.folder import FINAL, alive, find_run
+from gpuboard.launch.runs.folder import FINAL, RunView, alive, find_run, note, read_runs
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
@@ -43,12 +43,35 @@ def opened_run(context: Context, name: str, node: str | None, *, stored: bool = 
     if noted or (not stored and view.state not in FINAL and alive(view.head) is None):
         from gpuboard.launch.runs.remote import RemoteRun, SharedRun, node_of
 
-        there = node_of(context.known(), view.head.host)
-        if there is not None:
-            with _connected(context.reach([there])[0], context) as place:
+        if view.node is not None:
+            found = context.named(view.node)
+        else:
+            host = node_of(context.known(), view.head.host)
+            found = [] if host is None else context.reach([host])
+        if found:
+            with _connected(found[0], context) as place:
                 yield SharedRun(RemoteRun(place, view.id), LocalRun(context.env, view))
             return
     yield LocalRun(context.env, view)
+
+
+def listed_runs(context: Context) -> tuple[list[RunView], dict[str, str]]:
+    """Return the runs of this host, and the nodes that gave no answer, with the reason.
+
+    Of detached runs on nodes, which it has only noted, those nodes give the state.
+    """
+    found = read_runs(context.env)
+    noted = {view.id: view.node for view in found if view.node is not None and view.state not in FINAL}
+    if not noted:
+        return found, {}
+    from gpuboard.launch.runs.remote import runs_on  # late: most runs are this host's
+
+    nodes = [node for node in context.scope().nodes if node.name in noted.values()]
+    there, failed = runs_on(nodes, context.settings, context.new_scheduler())
+    present = {view.id: view for view in there if view.id in noted}
+    for view in present.values():
+        note(context.env, view)
+    return [present.get(view.id, view) for view in found], failed
 
 
 @contextlib.contextmanager

@@ -215,6 +215,11 @@ class FailureWatch:
         return not self.running
 
     @property
+    def all_well(self) -> bool:
+        """Whether nothing has failed, nor ended in a way that may turn out to be a failure."""
+        return self.cause is None and not self._candidates
+
+    @property
     def emptied(self) -> bool:
         """Whether every node has reported that no process of the run is left, or is lost."""
         return self.ended_nodes.issuperset(self._nodes)

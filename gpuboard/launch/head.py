@@ -146,7 +146,7 @@ class Head:
         self._handlers: dict[int, Any] = {}  # of signals, to be restored
         self.lease_reading: Snapshot | None = None  # all GPUs of the lease, read in the pause after this attempt
         self.continues = False  # another attempt follows, which takes over control socket and signals
-        self._reading_gpus = False  # whether one of them may be the reason
+        self._reading_gpus = False  # a GPU may be the reason of a failure or stall
 
     # the run
 
@@ -180,6 +180,16 @@ class Head:
     def stop(self, reason: str) -> None:
         """Stop the run as `gpuboard stop` does; from any thread and at any time."""
         self._inbox.put(ControlRequest("stop", None, reason))
+
+    def abandon(self) -> None:
+        """End the run between two attempts: the next one cannot be started."""
+        self.continues = False
+        self._state = "failed"
+        self._save()
+        if self._control_server is not None:
+            self._control_server.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _listen(self) -> None:
         if self._before is not None:
@@ -438,7 +448,7 @@ class Head:
         self._watch_stalls(now)
         self._stop_if_needed(now)
         self._notify_started(now)
-        if self._gate_open and self._watch.finished and self._watch.cause is None and not self._succeeded:
+        if self._gate_open and self._watch.finished and self._watch.all_well and not self._succeeded:
             self._stalls.succeeded()
             self._succeeded = True  # the store on node rank 0 may end; the ranks' helpers have their grace
             options = self._plan.options
@@ -561,7 +571,7 @@ class Head:
                 self._supervisors.call_all("stop", {"grace_s": self._grace_s, "reason": self._watch.stop_reason or ""})
             self._pump(lambda: self._watch.emptied, time.monotonic() + self._grace_s + self._timing.empty_s)
         self._pump(lambda: not self._sweeping, time.monotonic() + self._timing.sweep_s)
-        self._pump(lambda: self._stop_code is not None or not self._reading_gpus, time.monotonic() + _GPUS_S)
+        self._pump(lambda: self._stop_asked is not None or not self._reading_gpus, time.monotonic() + _GPUS_S)
         self._periodic(time.monotonic())
         for rank in self._watch.ranks:  # unfinished lines of helpers and of ranks on lost nodes
             self._relay.ended(rank)
@@ -593,9 +603,9 @@ class Head:
         """Wait before the next attempt, and read the lease's GPUs. Return ``code``, or that of a stop meanwhile."""
         wait_s = pause_s(self._plan.attempt, self._timing)
         self._print(f"attempt {self._plan.attempt + 1} in {wait_s:.0f} s (ctrl-C: end the run)")
-        if self._read_lease is not None:
-            self._read_lease(lambda snapshot: self._inbox.put(LeaseReading(snapshot)))
         self._pump(lambda: self._stop_asked is not None, time.monotonic() + wait_s)
+        if self._read_lease is not None:  # after the pause: memory of ended processes is free then
+            self._read_lease(lambda snapshot: self._inbox.put(LeaseReading(snapshot)))
         read = self._read_lease is None
         self._pump(lambda: self._stop_asked is not None or read or self.lease_reading is not None, None)
         if self._stop_asked is None:
@@ -641,6 +651,7 @@ class Head:
         elif number == signal.SIGHUP:
             if not self._stopping():  # both the shell and the kernel send it, which is one request
                 self._stop("the terminal was closed", 128 + number, None)
+            self._stop_asked = self._stop_asked or ("the terminal was closed", 128 + number)
         elif number == signal.SIGTSTP:
             self._suspend()
         elif not self._gate_open or not self._watch.running:

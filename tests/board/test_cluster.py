@@ -126,7 +126,7 @@ async def test_what_is_unknown_is_never_blank_nor_zero(tmp_path: Path) -> None:
     bare = node("gpu1", [nothing], age_s=None, cpu_percent=None, memory_used=None, memory_total=None)
     async with opened(tmp_path, scene(bare, unread("gpu2"))) as (_, shown, pilot):
         drawn = [line.split() for line in lines(shown.grid)[:3]]
-        assert drawn == [["gpu1", "up", "?", "?", "0/1"], ["H100", "80GB", "-"], ["CPU", "?", "?/?G", "?"]]
+        assert drawn == [["gpu1", "up", "?", "?", "0/1"], ["H100", "80GB", "?"], ["CPU", "?", "?/?G", "?"]]
         await pilot.press("t")
         line, _ = lines(shown.grid)
         assert line.split() == [
@@ -136,7 +136,8 @@ async def test_what_is_unknown_is_never_blank_nor_zero(tmp_path: Path) -> None:
 
 async def test_few_nodes_have_cells_with_meters_and_users(tmp_path: Path) -> None:
     one = node("gpu1", [busy("gpu1", 0, "alice", flags=["rogue"]), gpu("gpu1", 1), mig("gpu1", 2, "free", "busy")])
-    few = scene(one, node("gpu2", [busy("gpu2", 0, None)]), unread("gpu3", "ssh: no route to host"))
+    few = scene(one, node("gpu2", [busy("gpu2", 0, None)], state="stale", age_s=12.0, error="no reading for 12 s"),
+                unread("gpu3", "ssh: no route to host"))  # fmt: skip
     async with opened(tmp_path, few, (100, 24)) as (_, shown, pilot):
         drawn = lines(shown.grid)
         assert [line.split()[:2] for line in drawn[:3]] == [["gpu1", "up"], ["H100", "80GB"], ["CPU", "12%"]]
@@ -144,6 +145,7 @@ async def test_few_nodes_have_cells_with_meters_and_users(tmp_path: Path) -> Non
         assert drawn[1].split()[2:] == ["alice", "-", "-"]
         assert drawn[2].split()[3:] == ["━━━━━━━━━───", "60G", "────────────", "0G", "────────────", "0G"]
         assert drawn[-1].split(None, 2)[2] == "ssh: no route to host"
+        assert "no reading for 12 s" in drawn[-3]
         left = len(" gpu1   up          ")
         await pilot.click(Picture, offset=(left + 18 + 3, 2))  # the second line of GPU 1
         assert shown.cursor_uuid == "GPU-gpu1-1"

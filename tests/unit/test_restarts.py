@@ -14,6 +14,7 @@ import pytest
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
+from gpuboard.errors import UsageError
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
 from gpuboard.launch.plan import LaunchOptions, LaunchPlan, launch_plan, next_attempt
@@ -166,13 +167,29 @@ class Lab:
         return found
 
 
+def test_an_error_between_two_attempts_ends_the_run(lab: Lab) -> None:
+    lab.timing = HeadTiming(restart_pause_s=0.1, restart_pause_max_s=0.1)
+
+    def make(plan: LaunchPlan, before: Head | None, change: str) -> Head:
+        if before is not None:
+            raise UsageError("the map of the spare GPUs is wrong")
+        return lab.make(plan, before, change)
+
+    with pytest.raises(UsageError):
+        Attempts(lab.plan, make, None).run()
+    assert lab.view().state == "failed"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not (lab.folder.path / "control.sock").exists()
+
+
 @pytest.mark.parametrize(
     ("stop", "code"),
     [
         (lambda _: os.kill(os.getpid(), signal.SIGINT), 130),
+        (lambda _: os.kill(os.getpid(), signal.SIGHUP), 129),
         (lambda path: ask(path, ControlRequest("stop", None, "enough")), 143),
     ],
-    ids=["ctrl-C", "stop"],
+    ids=["ctrl-C", "closed terminal", "stop"],
 )
 def test_a_stop_in_the_pause_ends_the_run_at_once(lab: Lab, stop: Callable[[Path], object], code: int) -> None:
     lab.timing = HeadTiming(restart_pause_s=600.0, restart_pause_max_s=600.0)

@@ -6,6 +6,7 @@ The picture of a single node has a row with meters per GPU, and its processes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import msgspec
@@ -157,8 +158,8 @@ class ClusterScreen(ActingScreen):
         self.query_one("#banners", Banners).show_scene(scene)
         matches = self._query.matches if self._query else None
         if self._single != (len(scene.snapshot.nodes) == 1):
-            self._single = not self._single
-            self._exchange()
+            with self._cursor_kept():
+                self._single = not self._single
         grid = self.grid
         grid.set_empty(_NO_MATCH if matches else _NO_NODES)
         if isinstance(grid, Picture):
@@ -267,7 +268,7 @@ class ClusterScreen(ActingScreen):
 
     def on_grid_sorted(self, message: Grid.Sorted) -> None:
         """Sort by a column: first in its usual direction, then reversed."""
-        if message.key not in SORTS:  # the sparkline
+        if message.grid is not self.grid or message.key not in SORTS:  # the processes; the sparkline
             return
         if self.view.sort == message.key:
             self.action_reverse()
@@ -289,17 +290,16 @@ class ClusterScreen(ActingScreen):
 
     def action_view(self) -> None:
         """Switch between picture and table."""
+        with self._cursor_kept():
+            self._change(view="table" if self.view.view == "picture" else "picture")
+
+    @contextmanager
+    def _cursor_kept(self) -> Iterator[None]:
+        """Show another grid, which the body chooses, with the cursor and the focus of the one before."""
         place, key, focused = self.cursor_place, self.grid.cursor, self.grid.has_focus
-        self._change(view="table" if self.view.view == "picture" else "picture")
+        yield
         self._switch()
         self.grid.cursor = place.gpu.uuid if place and isinstance(self.grid, Picture) else key
-        if focused:
-            self.set_focus(self.grid)
-
-    def _exchange(self) -> None:
-        """Show the picture that fits the number of nodes, which has changed."""
-        focused = self.focused is not None and self.focused.id != "filter"
-        self._switch()
         if focused:
             self.set_focus(self.grid)
 

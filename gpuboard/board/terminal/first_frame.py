@@ -120,7 +120,7 @@ class _Body(NamedTuple):
         """Return the lines of a single node: host, GPUs, processes."""
         items = with_devices(arrange(self.scene, self.view))
         places = [item for item in items if isinstance(item, Place)]
-        tall = single_node.tall_for(len(items), rows)
+        tall = single_node.tall_for(self.scene.snapshot.nodes[0], len(items), rows)
         width = self.columns - _EDGE
         titles = single_node.columns_for(tall)
         widths = share(titles, width - MARK_WIDTH)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gpuboard.board.arrange import Row, key_of, users_of
+from gpuboard.board.arrange import STATE_ORDER, Row, key_of, users_of
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.format import UNKNOWN, flag_mark
-from gpuboard.board.text.picture import MIG, letter_of, units
 from gpuboard.board.text.rows import Cell, Runs
+from gpuboard.board.theme.styles import LETTERS
 from gpuboard.model.snapshot import GpuView, MigView
 
+MIG = LETTERS["mig"]
 RED_HOT = 85  # °C from which most data-centre GPUs throttle
 
 
@@ -42,14 +43,14 @@ def row_key(item: Shown) -> str:
     return item.mig.uuid if isinstance(item, Device) else key_of(item)
 
 
-def owner_cell(gpu: GpuView, scene: Scene) -> Cell:
-    """Return the users of a GPU."""
+def owner(gpu: GpuView, scene: Scene) -> tuple[str, str]:
+    """Return the users of a GPU, and their role."""
     if users := users_of(gpu, scene):
         mine = any(scene.is_mine(lease) for lease in scene.leases_on(gpu.uuid))
-        return Cell(", ".join(users), "mine" if mine else "")
+        return ", ".join(users), "mine" if mine else ""
     if gpu.processes is None or gpu.state == "occupied":
-        return Cell(UNKNOWN, "unknown")
-    return Cell("hidden", "unknown") if gpu.processes else Cell("-", "dim")
+        return UNKNOWN, "unknown"
+    return ("hidden", "unknown") if gpu.processes else ("-", "dim")
 
 
 def device_owner(mig: MigView, scene: Scene) -> Cell:
@@ -72,3 +73,18 @@ def state_runs(gpu: GpuView) -> Runs:
         word = f"{free}/{total} free" if gpu.mig else "no device"
     mark = flag_mark(gpu.flags)
     return ((letter, style), (mark, "bad"), (f" {word}", style))
+
+
+def letter_of(gpu: GpuView) -> tuple[str, str]:
+    """Return a GPU's letter and the state that gives its colour; in MIG mode those of its best device."""
+    if not gpu.mig or gpu.state == "broken":
+        return LETTERS.get(gpu.state, UNKNOWN), gpu.state
+    states = {device.state for device in gpu.mig}
+    return MIG, next((state for state in STATE_ORDER if state in states), "unknown")
+
+
+def units(gpu: GpuView) -> tuple[int, int]:
+    """Return the free and all allocatable units of a GPU: the GPU itself, or its MIG devices."""
+    if gpu.mig:
+        return sum(device.state == "free" for device in gpu.mig), len(gpu.mig)
+    return int(gpu.state == "free"), 1

@@ -16,9 +16,10 @@ from gpuboard.board.arrange import STATE_ORDER, Group, NodeRow, users_of
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import fit, width
 from gpuboard.board.text.format import UNKNOWN, age, flag_mark, gib, pair, percent, short_model
+from gpuboard.board.text.gpu_row import letter_of, owner, units
 from gpuboard.board.text.plots import meter
 from gpuboard.board.text.rows import GAP, Cell, Column, Runs
-from gpuboard.board.theme.styles import LETTERS, Look
+from gpuboard.board.theme.styles import Look
 from gpuboard.model.snapshot import GpuView, NodeView
 
 PACK = 4  # cells per group: easier to count by eye
@@ -27,7 +28,6 @@ _WIDE_LEAST, _WIDE_MOST = 8, 18  # of a cell with meters: a shorter one shows ne
 _TALLEST = 4  # the last line is blank
 _METER_LEAST = 4  # beside a value
 _VALUE = 4  # width of a value: 100%
-MIG = LETTERS["mig"]
 _NAME_LEAST, _NAME_MOST = 6, 24
 _WORST = frozenset("!d")  # marks that call for action
 
@@ -67,7 +67,7 @@ class Drawing(NamedTuple):
 def size_for(scene: Scene, items: Sequence[Item], columns: int, rows: int) -> CellSize:
     """Return the size of cells with which all rows fit, also without a filter.
 
-    It depends on no reading, so that nothing jumps.
+    Except for the headings of groups it depends on no reading, so that nothing jumps.
     """
     nodes = scene.snapshot.nodes
     lines = min(_TALLEST, rows // max(1, len(nodes), len(items)))
@@ -118,6 +118,8 @@ def below(item: NodeRow, drawing: Drawing) -> list[Cell]:
         words = fit(left[number - 1], drawing.name + GAP + _STATE) + " " * GAP
         role = "unknown" if UNKNOWN in words else "dim"
         lines.append(Cell(((words, role), *_gpus(item, drawing, number))))
+    if node.error:  # in place of the last line: it needs the room
+        lines[-1] = Cell(f"  {_trouble(node)}", trouble_role(node))
     return lines
 
 
@@ -134,9 +136,10 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
     known = node.state == "up"
     count = Cell(f"{free if known else UNKNOWN}/{total}", ("free" if free else "dim") if known else "unknown")
     head = (name, connection, Cell(_gpus(item, drawing, 0)), count)
+    if drawing.size.wide:
+        return head
     if node.error:
-        seen = f"read {age(node.age_s)} ago; " if node.state == "unreachable" and node.age_s is not None else ""
-        return (*head, Cell(f"{seen}{node.error}", trouble_role(node), rest=True))
+        return (*head, Cell(_trouble(node), trouble_role(node), rest=True))
     return (
         *head,
         Cell(_model(node)),
@@ -144,6 +147,11 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
         _maybe(pair(node.memory_used, node.memory_total, 4)),
         Cell(_users(shown, scene)),
     )
+
+
+def _trouble(node: NodeView) -> str:
+    seen = f"read {age(node.age_s)} ago; " if node.state == "unreachable" and node.age_s is not None else ""
+    return f"{seen}{node.error}"
 
 
 def _model(node: NodeView) -> str:
@@ -194,10 +202,8 @@ def _cell(gpu: GpuView, drawing: Drawing, line: int, *, marked: bool) -> list[tu
         part = None if gpu.utilization is None else gpu.utilization / 100
         return [*sign, *_meter(part, words, room - 2, state, look), gap]
     if line == 1:
-        users = users_of(gpu, scene)
-        mine = any(scene.is_mine(lease) for lease in scene.leases_on(gpu.uuid))
-        role = "mine" if mine else "" if users else "dim"
-        return [(fit(", ".join(users) or "-", room), role), gap]
+        users, role = owner(gpu, scene)
+        return [(fit(users, room), role), gap]
     part = gpu.memory_used / gpu.memory_total if gpu.memory_used is not None and gpu.memory_total else None
     return [*_meter(part, f"{gib(gpu.memory_used)}G", room, state, look), gap]
 
@@ -227,21 +233,6 @@ def group_words(group: Group) -> Runs:
         runs.append((f"  {what}", "dim"))
         runs += ((f"  {states[state]} {state}", state) for state in STATE_ORDER if states[state])
     return tuple(runs)
-
-
-def letter_of(gpu: GpuView) -> tuple[str, str]:
-    """Return a GPU's letter and the state that gives its colour; in MIG mode those of its best device."""
-    if not gpu.mig or gpu.state == "broken":
-        return LETTERS.get(gpu.state, UNKNOWN), gpu.state
-    states = {device.state for device in gpu.mig}
-    return MIG, next((state for state in STATE_ORDER if state in states), "unknown")
-
-
-def units(gpu: GpuView) -> tuple[int, int]:
-    """Return the free and all allocatable units of a GPU: the GPU itself, or its MIG devices."""
-    if gpu.mig:
-        return sum(device.state == "free" for device in gpu.mig), len(gpu.mig)
-    return int(gpu.state == "free"), 1
 
 
 def _connection(node: NodeView) -> Cell:

@@ -22,7 +22,7 @@ from gpuboard.board.text.gpu_row import (
     Shown,
     device_owner,
     known,
-    owner_cell,
+    owner,
     row_key,
     state_runs,
 )
@@ -79,9 +79,13 @@ class Layout(NamedTuple):
         return history(samples.times, values, self.widths[column], height, self.glyphs, span_s=SPAN_S, high=high)
 
 
-def tall_for(rows: int, height: int) -> int:
-    """Return the lines per row on ``height`` lines. It depends on no reading, so that nothing jumps."""
-    room = (height - _HOST_LINES - _PROCESS_LINES) // max(1, rows)
+def tall_for(node: NodeView, rows: int, height: int) -> int:
+    """Return the lines per row on ``height`` lines, for ``rows`` rows and for all of the node's without a filter.
+
+    Except for the headings of groups it depends on no reading, so that nothing jumps.
+    """
+    every = sum(1 + len(gpu.mig) for gpu in node.gpus)
+    room = (height - _HOST_LINES - _PROCESS_LINES) // max(1, rows, every)
     return max(1, min(room, _TALLEST))
 
 
@@ -130,11 +134,11 @@ def _gpu_cells(place: Place, layout: Layout) -> tuple[Cell, ...]:
         "utilization": layout.meter(
             "utilization", _part(gpu.utilization, 100), f"{percent(gpu.utilization):>4}", gpu.state
         ),
-        "memory": _memory(gpu, gpu.state, layout),
+        "memory": _memory(gpu, layout),
         "power": layout.meter("power", _part(gpu.power, gpu.power_limit), power),
         "temperature": known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else ""),
         "trace": Cell(layout.trace("trace", gpu, 1)[0] if "trace" in layout.widths else "", "dim"),
-        "user": owner_cell(gpu, layout.scene),
+        "user": Cell(*owner(gpu, layout.scene)),
         "reason": _reason(gpu),
     }
     return tuple(cells[column.key] for column in columns_for(layout.tall))
@@ -146,7 +150,7 @@ def _device_cells(mig: MigView, layout: Layout) -> tuple[Cell, ...]:
         "index": Cell("MIG", "dim"),
         "state": Cell(((state, mig.state),)),
         "utilization": Cell(mig.profile),  # NVML has no utilization of MIG devices
-        "memory": _memory(mig, mig.state, layout),
+        "memory": _memory(mig, layout),
         "user": device_owner(mig, layout.scene),
         "reason": _reason(mig),
     }
@@ -169,16 +173,16 @@ def _below(of: GpuView | MigView, layout: Layout) -> list[Cell]:
             drawn = layout.trace(column, of, height)
             style = style if height == 1 else of.state
         else:
-            first = "  5 min" if column == "state" else ""
+            first = "  5 min" if column == "state" and isinstance(of, GpuView) else ""
             drawn = [fit(text, layout.widths[column]) for text in [first, *[""] * (height - 1)]]
         for line, text in zip(lines, drawn, strict=True):
             line += [(text, style), (" " * GAP, "")]
     return [*(Cell(tuple(line)) for line in lines), last]
 
 
-def _memory(of: GpuView | MigView, state: str, layout: Layout) -> Cell:
+def _memory(of: GpuView | MigView, layout: Layout) -> Cell:
     part = _part(of.memory_used, of.memory_total)
-    return layout.meter("memory", part, pair(of.memory_used, of.memory_total, 3), state)
+    return layout.meter("memory", part, pair(of.memory_used, of.memory_total, 3), of.state)
 
 
 def _part(value: float | None, most: float | None) -> float | None:
@@ -222,6 +226,13 @@ def _host(name: str, part: float | None, words: str, glyphs: Glyphs, *, old: boo
     full, rest = meter(part, _HOST_METER, glyphs)
     role = "dim" if old else "unknown" if part is None else ""
     return ((f"{name} ", "dim"), (full, role), (rest, "dim"), (f" {words}", role))
+
+
+def no_process(places: Sequence[Place]) -> str:
+    """Return the text in place of processes where there are none to show."""
+    if any(place.gpu.processes is None for place in places):
+        return "? cannot read the processes"
+    return "no process on these GPUs" if places else ""
 
 
 def process_rows(places: Iterable[Place]) -> list[Row]:

@@ -48,6 +48,7 @@ class Grid(Dragging, can_focus=True):
     """A table whose cursor, marks and scroll position are stable while its rows change."""
 
     ROW_CURSOR = True  # draw the cursor over the whole row
+    FOLLOWS = True  # scroll to the cursor, and with it when its row moves
     DEFAULT_CSS = """
     Grid { height: 1fr; overflow-x: hidden; overflow-y: auto; scrollbar-gutter: stable; scrollbar-size-vertical: 1; }
     """
@@ -174,7 +175,7 @@ class Grid(Dragging, can_focus=True):
                 self._resized()
             self._cursor, self._at = None if at is None else rows[at].key, at or 0
             self._wanted = self._wanted or self._cursor
-            if at is not None and visible and old:
+            if self.FOLLOWS and at is not None and visible and old:
                 to = self.scroll_offset.y + (at - before) * self._tall
                 self.scroll_to(y=max(0, to), animate=False, force=True)
         self._settle()
@@ -384,6 +385,8 @@ class Grid(Dragging, can_focus=True):
 
     def _reveal(self) -> None:
         """Scroll to the cursor, and to the heading if the cursor is right below it."""
+        if not self.FOLLOWS:
+            return
         top = self._at - 1 if self._at and self._rows[self._at - 1].group else self._at
         end = (self._at + 1) * self._tall
         if top * self._tall < self.scroll_offset.y:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -12,9 +12,14 @@ from gpuboard.board.arrange import Row as Item
 from gpuboard.board.history import History
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text import single_node as text
-from gpuboard.board.text.gpu_row import row_key, with_devices
-from gpuboard.board.widgets.grid import HEADER, Grid, LazyRows
+from gpuboard.board.text.gpu_row import Shown, row_key, with_devices
+from gpuboard.board.widgets.grid import HEADER, Grid, LazyRows, Row
 from gpuboard.board.widgets.pane import Pane
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
+
+_EMPTY_LINES = 3  # for the text in place of rows
 
 
 class MeterGrid(Grid):
@@ -32,16 +37,20 @@ class MeterGrid(Grid):
         """Show the rows of ``arrange`` for a scene in ``tall`` lines each."""
         self.set_columns(text.columns_for(tall))
         self.set_tall(tall)
-        widths = {self.columns[index].key: size for index, size in self._widths.items()}
         samples = {item.gpu.uuid: self._history.of(item.gpu.uuid) for item in items if isinstance(item, Place)}
-        layout = text.Layout(scene, samples, widths, tall, self._look.glyphs)
-        self.set_rows(LazyRows(with_devices(items), row_key, partial(text.row_of, layout=layout)))
+
+        def row(item: Shown) -> Row:
+            widths = {self.columns[index].key: size for index, size in self._widths.items()}  # as they are when drawn
+            return text.row_of(item, text.Layout(scene, samples, widths, tall, self._look.glyphs))
+
+        self.set_rows(LazyRows(with_devices(items), row_key, row))
 
 
 class ProcessList(Grid, can_focus=False):
     """The processes of the node; without a cursor."""
 
     ROW_CURSOR = False
+    FOLLOWS = False
 
 
 class SingleNode(Vertical):
@@ -60,7 +69,7 @@ class SingleNode(Vertical):
     def compose(self) -> ComposeResult:
         yield Pane(id="host")
         yield MeterGrid(self._history, id="meters")
-        yield ProcessList(text.TITLES, empty="no process on these GPUs", id="node-processes")
+        yield ProcessList(text.TITLES, id="node-processes")
 
     @property
     def grid(self) -> MeterGrid:
@@ -76,15 +85,18 @@ class SingleNode(Vertical):
         """Show the rows of ``arrange`` for a scene with one node."""
         self._shown = (scene, items)
         node = scene.snapshot.nodes[0]
-        glyphs = self.grid._look.glyphs
+        glyphs = cast("BoardApp", self.app).look.glyphs
         host = text.host_lines(node, glyphs, self.size.width)
         self.query_one("#host", Pane).show(lambda width: text.host_lines(node, glyphs, width))
         rows = len(with_devices(items))
-        tall = text.tall_for(rows, self.size.height)
-        height = min(HEADER + max(1, rows) * tall, max(HEADER + 1, self.size.height - len(host)))
+        tall = text.tall_for(node, rows, self.size.height)
+        wanted = rows * tall if rows else _EMPTY_LINES
+        height = min(HEADER + wanted, max(HEADER + 1, self.size.height - len(host)))
         grid = self.grid
         if grid.styles.height is None or grid.styles.height.value != height:
             grid.styles.height = height
         grid.show(scene, items, tall)
         places = [item for item in items if isinstance(item, Place)]
-        self.query_one("#node-processes", ProcessList).set_rows(text.process_rows(places))
+        processes = self.query_one("#node-processes", ProcessList)
+        processes.set_empty(text.no_process(places))
+        processes.set_rows(text.process_rows(places))

@@ -73,10 +73,11 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _in_use(context: Context) -> dict[str, str]:
     """Return, by lease, which run of this user uses it, with the remedy."""
-    from gpuboard.launch.runs.folder import by_lease, read_runs
+    from gpuboard.cli.run_access import listed_runs
+    from gpuboard.launch.runs.folder import by_lease
 
     return {
         lease: f"run {view.id} ({clean(view.target, 80)}) uses it; `gpuboard stop {view.id}` ends the run, "
         "--force releases the lease all the same"
-        for lease, view in by_lease(read_runs(context.env)).items()
+        for lease, view in by_lease(listed_runs(context)[0]).items()
     }

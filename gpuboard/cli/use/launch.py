@@ -162,6 +162,8 @@ def _launch(
         raise UsageError("--python cannot be combined with --no-python, which starts no interpreter")
     if args.dry_run and args.preflight_only:
         raise UsageError("--dry-run, which connects to no node, cannot be combined with --preflight-only")
+    if args.stdin is not None and args.max_restarts:
+        raise UsageError("--stdin cannot be combined with --max-restarts: what one attempt reads is gone for the next")
     _check_skipped(args.skip)
     if detaching is not None:
         _check_detached(args)
@@ -224,7 +226,8 @@ def _launch(
             from gpuboard.launch.detached.remote import HeadConfig
 
             file = args.status_file and os.path.abspath(args.status_file)
-            known = [*used, *(node for node in nodes.values() if node not in used)]
+            spare = [nodes[node.name] for node in lease.nodes if node.name in nodes] if lease is not None else []
+            known = [*used, *(node for node in spare if node not in used)]
             config = HeadConfig(decided, known, context.settings, warnings, file, whole_lease=lease)
             return lead_elsewhere(config, context, screen, outcome, detaching)
         code, in_logs = lead(

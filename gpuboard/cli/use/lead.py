@@ -83,7 +83,7 @@ def lead(
             screen.lines(
                 "err", [f"gpuboard: run {decided.run} has ended already; `gpuboard logs last` shows its output"]
             )
-        return code, attempts.head.logs_complete
+        return code, attempts.logs_complete
     finally:
         if line is not None:
             line.then(lambda: None)  # the run is over; the release must not be interrupted

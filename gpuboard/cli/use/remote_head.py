@@ -50,6 +50,7 @@ def lead_elsewhere(
     finally:
         head.close()
         connector.close()
+        screen.lines("err", text.close())
     outcome.clear()
     if started:
         run = detached_run(message)

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 import msgspec
 
 from gpuboard.cli.context import Context
+from gpuboard.cli.run_access import listed_runs
 from gpuboard.cli.stderr import report
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.cluster.inventory.nodes import folded
 from gpuboard.errors import NoNodeReached
-from gpuboard.launch.runs.folder import FINAL, RunList, RunView, lived_s, note, places, read_runs, runs_dir
+from gpuboard.launch.runs.folder import RunList, RunView, lived_s, places, runs_dir
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
@@ -48,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, context: Context) -> int:
     """Print the runs, newest last."""
     asked = args.all_nodes or args.node is not None
-    found = [] if args.node is not None else _read(context)
+    found, unread = ([], {}) if args.node is not None else listed_runs(context)
+    _report_failed(unread)
     failed: dict[str, str] = {}
     code = 0
     if asked:
@@ -77,23 +79,6 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if len(shown) < len(found):
         print(f"({len(found) - len(shown)} older runs; --all lists them)")
     return code
-
-
-def _read(context: Context) -> list[RunView]:
-    """Return the runs of this host; of detached runs on nodes, which it has only noted, those nodes give the state."""
-    found = read_runs(context.env)
-    noted = {view.id: view.node for view in found if view.node is not None and view.state not in FINAL}
-    if not noted:
-        return found
-    from gpuboard.launch.runs.remote import runs_on  # late: most runs are this host's
-
-    nodes = [node for node in context.scope().nodes if node.name in noted.values()]
-    there, failed = runs_on(nodes, context.settings, context.new_scheduler())
-    _report_failed(failed)
-    present = {view.id: view for view in there if view.id in noted}
-    for view in present.values():
-        note(context.env, view)
-    return [present.get(view.id, view) for view in found]
 
 
 def _report_failed(failed: Mapping[str, str]) -> None:

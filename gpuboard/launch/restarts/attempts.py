@@ -24,21 +24,35 @@ class Attempts:
         self._make = make
         self._lease = lease
         self.head = make(plan, None, "")  # of the newest attempt
+        self.logs_complete = True  # all output of the ranks of all attempts is in the run's folder
 
     def run(self) -> int:
         """Run until an attempt succeeds, none is left or the user stops the run; return the exit code of the last one.
 
         To be called in the main thread.
         """
-        code = self.head.run()
+        code = self._run()
         while self.head.continues:
-            rank_map, change, reading = self._plan.rank_map, "", self.head.lease_reading
-            if self._lease is not None and reading is not None:
-                rank_map, change = reassigned(rank_map, self._lease, reading, self._plan.options.device)
-            self._plan = next_attempt(self._plan, rank_map, secrets.token_hex(16))
-            self.head = self._make(self._plan, self.head, change)
-            code = self.head.run()
+            try:
+                self.head = self._next()
+            except BaseException:
+                self.head.abandon()
+                raise
+            code = self._run()
         return code
+
+    def _run(self) -> int:
+        try:
+            return self.head.run()
+        finally:
+            self.logs_complete = self.logs_complete and self.head.logs_complete
+
+    def _next(self) -> Head:
+        rank_map, change, reading = self._plan.rank_map, "", self.head.lease_reading
+        if self._lease is not None and reading is not None:
+            rank_map, change = reassigned(rank_map, self._lease, reading, self._plan.options.device)
+        self._plan = next_attempt(self._plan, rank_map, secrets.token_hex(16))
+        return self._make(self._plan, self.head, change)
 
     def stop(self, reason: str) -> None:
         """Stop the run as `gpuboard stop` does; from any thread and at any time."""

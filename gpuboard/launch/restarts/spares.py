@@ -12,7 +12,7 @@ from gpuboard.leases.rank_map import rank_map
 from gpuboard.model.lease import LeaseGpu, gpus_text
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.request import ChosenGpu
-from gpuboard.model.snapshot import NodeView, Snapshot
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 from gpuboard.model.text import clean
 
 
@@ -43,6 +43,10 @@ def reassigned(current: RankMap, lease: RankMap, snapshot: Snapshot, device: Dev
     return found, f"on {where}; left out: {'; '.join(why)}"
 
 
+def _uuids(gpu: GpuView) -> set[str]:
+    return {gpu.uuid, *(device.uuid for device in gpu.mig)}
+
+
 def _fault(rank: Rank, view: NodeView | None, lease: RankMap, device: Device) -> tuple[str, str]:
     """Return why a GPU cannot be used, and why it had better not be used; "" without a fault."""
     if why := unread(view):
@@ -50,7 +54,7 @@ def _fault(rank: Rank, view: NodeView | None, lease: RankMap, device: Device) ->
     if device == "cpu" or view is None:
         return "", ""
     check = gpu_check(rank, view, lease.lease, lease.job)
-    sick = next((gpu.sick for gpu in view.gpus if gpu.uuid == rank.uuid and "sick" in gpu.flags), [])
+    sick = next((gpu.sick for gpu in view.gpus if rank.uuid in _uuids(gpu) and "sick" in gpu.flags), [])
     words = f"{rank.node}: {check.evidence}" + (f" ({clean(check.cause, 80)})" if check.cause else "")
     if check.status == "fail":
         return words, ""
