@@ -64,7 +64,16 @@ def test_the_same_failure_again_is_reported_and_the_last_exit_code_counts(tmp_pa
 
 
 def test_a_refused_restart_counts_as_an_attempt(tmp_path: Path) -> None:
-    script = "import os, time\nif os.environ['RANK'] == '0': time.sleep(600)\nos.remove('script.py')\nos._exit(3)\n"
+    script = """
+import os, time
+if os.environ["RANK"] == "0":  # it has read the script
+    open("up", "w").close()
+    time.sleep(600)
+while not os.path.exists("up"):
+    time.sleep(0.02)
+os.remove("script.py")
+os._exit(3)
+"""
     with Launch(tmp_path, script, "--max-restarts", "2") as run:
         assert run.wait() == 7
         assert [(v.attempt, v.kind) for v in run.view().verdicts] == [(1, "exit"), (2, "preflight"), (3, "preflight")]
