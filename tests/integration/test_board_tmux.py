@@ -89,13 +89,14 @@ class Pane:
 
 
 def letters(text: str) -> dict[str, str]:
-    """Return the letters of the picture's cells, by node, without marks of flags."""
-    header = re.search(r"^ *Node .* 0 .*Free", text, re.MULTILINE)
+    """Return the letters of the picture's cells, by node: the first character of each cell, below its number."""
+    header = re.search(r"^ *Node +State +(.*?) +Free\b", text, re.MULTILINE)
     if header is None:
         return {}
-    first, last = header[0].index(" 0 "), len(header[0]) - len("Free")
+    places = [header.start(1) - header.start() + number.start() for number in re.finditer(r"\d+", header[1])]
     rows = [line for line in text.splitlines() if re.match(r" *gpu\d\d ", line)]
-    return {line.split()[0]: re.sub("[^FRABOX?]", "", line[first:last]) for line in rows}
+    cells = {line.split()[0]: "".join(line[place : place + 1] for place in places) for line in rows}
+    return {node: re.sub("[^FRABOX?]", "", letters) for node, letters in cells.items()}
 
 
 def row(text: str, words: str) -> str:
