@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.integration.test_board_tmux import Pane, row
+from tests.integration.test_board_tmux import Pane
 from tests.slurm import SlurmCluster
 from tests.waiting import until
 
