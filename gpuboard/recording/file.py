@@ -1,0 +1,211 @@
+"""The file of a recording: gzip members (RFC 1952) of JSON lines, so that ``zcat`` reads it.
+
+Each member has a few seconds of frames, and its length and times in an extra field of its header: a reader goes to any
+moment without decompressing what is before it, and a file whose last member is incomplete is good up to there. A member
+with a key frame begins with the whole cluster; frames after it are changes (changes.py).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.model.text import clean
+from gpuboard.model.units import day_time
+from gpuboard.recording.changes import Tree, applied, difference
+from gpuboard.recording.frames import Frame, Restorer, cleaned, to_tree
+
+FORMAT = "gpuboard recording"
+SCHEMA = 1
+_HEAD = struct.Struct("<4sIBBH")  # magic, method and flags; time; extra flags; system; length of the extra field
+_EXTRA = struct.Struct("<2sHIdd?")  # subfield's name and length; the member's length; first and last frame; key
+_TAIL = struct.Struct("<II")  # CRC and length of the data
+_START, _NAME = b"\x1f\x8b\x08\x04", b"GB"  # FLG.FEXTRA
+_UNKNOWN_SYSTEM = 255
+_MEMBER_S = 10.0  # what is lost with the power, at most
+_MEMBER_BYTES = 2**20
+_KEY_S = 300.0
+_MOST_BYTES = 2**28  # of one member's data: a damaged or hostile file must not fill the memory
+
+
+class Member(NamedTuple):
+    """A gzip member: where it is, and the times of its first and last frame in epoch seconds."""
+
+    offset: int
+    length: int
+    first: float
+    last: float
+    key: bool
+
+
+class Writer:
+    """Writes a new recording. Frames are written every 10 s of their own time, and by ``close``."""
+
+    def __init__(self, path: Path, *, version: str = "", commands: bool = False) -> None:
+        """Create the file; ``version``: of gpuboard. Raises UsageError where it exists or cannot be created."""
+        self.path = path
+        self.frames = 0
+        self.bytes = 0
+        self._head = {"format": FORMAT, "schema": SCHEMA, "version": version, "commands": commands}
+        self._commands = commands
+        self._tree: Tree = None
+        self._lines: list[bytes] = []
+        self._first = self._last = self._keyed = 0.0
+        self._key = False
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            raise UsageError(f"{path} exists; name a new file") from None
+        except OSError as error:
+            raise UsageError(f"cannot create {path}: {error.strerror}") from None
+        self._file = os.fdopen(descriptor, "wb", buffering=0)
+
+    def add(self, frame: Frame) -> None:
+        """Add a frame; one that is not later than the last one is left out. Raises GpuboardError."""
+        if self.frames and frame.at <= self._last:
+            return  # the clock was set back
+        if self._lines and (frame.at - self._first >= _MEMBER_S or sum(map(len, self._lines)) >= _MEMBER_BYTES):
+            self.flush()
+        tree = to_tree(frame, self._tree, commands=self._commands)
+        at = round(frame.at, 3)
+        key = not self.frames or frame.at - self._keyed >= _KEY_S
+        if key and self._lines:
+            self.flush()
+        if key:
+            self._lines = [msgspec.json.encode(self._head), msgspec.json.encode({"at": at, "state": tree})]
+            self._keyed, self._key = at, True
+        else:
+            self._lines.append(msgspec.json.encode({"at": at, "change": difference(self._tree, tree)}))
+        self._first = at if len(self._lines) == 1 or key else self._first
+        self._last, self._tree = at, tree
+        self.frames += 1
+
+    def flush(self) -> None:
+        """Write what was added. Raises GpuboardError; the file then ends with the last complete member."""
+        if not self._lines:
+            return
+        data = b"".join(line + b"\n" for line in self._lines)
+        packed = zlib.compress(data, 9, wbits=-15)
+        length = _HEAD.size + _EXTRA.size + len(packed) + _TAIL.size
+        head = _HEAD.pack(_START, int(self._first) & 0xFFFFFFFF, 0, _UNKNOWN_SYSTEM, _EXTRA.size)
+        extra = _EXTRA.pack(_NAME, _EXTRA.size - 4, length, self._first, self._last, self._key)
+        member = memoryview(head + extra + packed + _TAIL.pack(zlib.crc32(data), len(data)))
+        try:
+            written = 0
+            while written < len(member):
+                written += self._file.write(member[written:])
+        except OSError as error:
+            self._lines = []
+            os.ftruncate(self._file.fileno(), self.bytes)
+            raise GpuboardError(
+                f"cannot write {self.path}: {error.strerror}; it ends at {day_time(self._first)}"
+            ) from None
+        self.bytes += length
+        self._lines, self._key = [], False
+
+    def close(self) -> None:
+        """Write the rest and close the file. Raises GpuboardError."""
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+
+class Recording:
+    """A recording to read. ``begin`` and ``end``: of its first and last frame, epoch seconds."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a file. Raises UsageError where it cannot be read or is no recording."""
+        self.path = path
+        try:
+            self._file: BinaryIO = path.open("rb")
+            self._members, self.incomplete = _members(self._file)
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        if not self._members or not self._members[0].key:
+            self._file.close()
+            raise UsageError(f"{path} is not a recording of gpuboard (`gpuboard record FILE` makes one)")
+        self.begin, self.end = self._members[0].first, self._members[-1].last
+        self._check_schema()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def at(self, moment: float) -> Frame:
+        """Return the newest frame at or before ``moment``; before the beginning the first. Raises GpuboardError."""
+        return next(self.frames(moment))
+
+    def frames(self, since: float) -> Iterator[Frame]:
+        """Yield the newest frame at or before ``since``, then all later ones. Raises GpuboardError where damaged."""
+        starts = [number for number, member in enumerate(self._members) if member.key and member.first <= since]
+        restorer = Restorer()
+        tree: Tree = None
+        at, skipped = 0.0, False  # frames before the first one that is wanted are not made
+        for member in self._members[starts[-1] if starts else 0 :]:
+            try:
+                for line in self._data(member).splitlines():
+                    one = msgspec.json.decode(line)
+                    if "format" in one:
+                        continue
+                    if skipped and one["at"] > since:
+                        yield restorer.frame(tree, at)
+                        skipped = False
+                    at = msgspec.convert(one["at"], float)
+                    tree = cleaned(one["state"]) if "state" in one else applied(tree, cleaned(one["change"]))
+                    if at <= since:
+                        skipped = True
+                    else:
+                        yield restorer.frame(tree, at)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error, OSError) as error:
+                raise self._damaged(member, error) from error
+        if skipped:
+            yield restorer.frame(tree, at)
+
+    def _damaged(self, member: Member, error: Exception) -> GpuboardError:
+        return GpuboardError(f"{self.path} is damaged at {day_time(member.first)}: {error or type(error).__name__}")
+
+    def _check_schema(self) -> None:
+        """Raise UsageError where another version wrote the file."""
+        try:
+            head = msgspec.json.decode(self._data(self._members[0]).partition(b"\n")[0])
+            schema = head["schema"] if head["format"] == FORMAT else None
+        except (ValueError, KeyError, TypeError, zlib.error, OSError) as error:
+            raise self._damaged(self._members[0], error) from error
+        if schema != SCHEMA:
+            raise UsageError(f"{self.path} has schema {clean(str(schema), 16)}; this gpuboard reads schema {SCHEMA}")
+
+    def _data(self, member: Member) -> bytes:
+        self._file.seek(member.offset + _HEAD.size + _EXTRA.size)
+        packed = self._file.read(member.length - _HEAD.size - _EXTRA.size - _TAIL.size)
+        crc, length = _TAIL.unpack(self._file.read(_TAIL.size))
+        data = zlib.decompressobj(wbits=-15).decompress(packed, _MOST_BYTES)
+        if len(data) != length or zlib.crc32(data) != crc:
+            raise ValueError("its checksum differs")
+        return data
+
+
+def _members(file: BinaryIO) -> tuple[list[Member], bool]:
+    """Return the complete members of a file, and whether something incomplete or foreign follows them."""
+    size = os.fstat(file.fileno()).st_size
+    found: list[Member] = []
+    offset = 0
+    while offset < size:
+        file.seek(offset)
+        head = file.read(_HEAD.size + _EXTRA.size)
+        if len(head) < _HEAD.size + _EXTRA.size or head[:4] != _START:
+            return found, True
+        name, _, length, first, last, key = _EXTRA.unpack_from(head, _HEAD.size)
+        least = _HEAD.size + _EXTRA.size + _TAIL.size
+        if name != _NAME or length < least or offset + length > size or not 0 <= first <= last < 2**40:
+            return found, True
+        found.append(Member(offset, length, first, last, key))
+        offset += length
+    return found, False

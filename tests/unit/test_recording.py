@@ -1,0 +1,251 @@
+"""Recordings: what is written is read back, from any moment, also from files that are cut, damaged or hostile."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
+from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
+from gpuboard.model.units import iso
+from gpuboard.recording.changes import applied, difference
+from gpuboard.recording.file import Recording, Writer
+from gpuboard.recording.frames import Frame
+from gpuboard.recording.player import Player
+
+replace = msgspec.structs.replace
+T0 = 1_800_000_000.0
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda members: st.lists(members, max_size=3) | st.dictionaries(st.sampled_from("abc"), members, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(TREES, TREES)
+def test_a_change_leads_from_one_tree_to_the_other(old: Any, new: Any) -> None:
+    change = difference(old, new)
+    kept = json.dumps(old)
+    assert json.dumps(applied(old, json.loads(json.dumps(change)))) == json.dumps(new) or applied(old, change) == new
+    assert json.dumps(old) == kept
+
+
+@pytest.mark.parametrize(
+    ("tree", "change"),
+    [
+        ({"a": 1}, {"b": [2]}),
+        ([{"a": 1}], {"1": [2]}),
+        ([{"a": 1}], {"-1": [2]}),
+        ([{"a": 1}], {"x": [2]}),
+        (1, {"a": [2]}),
+        ({"a": 1}, [1, 2]),
+        ({"a": 1}, "x"),
+    ],
+)
+def test_a_change_that_does_not_fit_is_an_error(tree: Any, change: Any) -> None:
+    with pytest.raises(ValueError, match="change"):
+        applied(tree, change)
+
+
+def frame(seconds: float, *, utilization: int = 50, lease: bool = False, nodes: int = 2) -> Frame:
+    """Return a frame ``seconds`` after T0: every node was read 0.5 s before."""
+    at = T0 + seconds
+    process = ProcessView(
+        pid=7, user="alice", command="/opt/env/bin/python train.py --token=s3cret", memory=2**30, type="compute",
+        runtime_s=seconds + 90.0,
+    )  # fmt: skip
+    gpu = GpuView(
+        index=0, uuid="GPU-0", name="NVIDIA H100", pci_bus_id="1", state="busy", reason="alice: python (pid 7)",
+        utilization=utilization, power=300.5, processes=[process], xids=[XidView(79, iso(T0), seconds + 5.0)],
+        links={"GPU-1": 18},
+    )  # fmt: skip
+    found = [
+        NodeView(f"gpu0{number}", "up", age_s=0.5, gpus=[replace(gpu, uuid=f"GPU-{number}"), replace(gpu, index=1)])
+        for number in range(nodes)
+    ]
+    held = [
+        Lease("k3f9", "alice", 1000, "login1", [LeaseGpu("gpu00", 0, "GPU-0")], iso(T0), iso(T0 + 3600), None,
+              remaining_s=3600.0 - seconds)
+    ]  # fmt: skip
+    return Frame(
+        at,
+        Snapshot(1, iso(at), "lab", found, SchedulerView("slurm", 2.0, current=True)),
+        LeaseList(1, iso(at), held if lease else [], ["gpu09"]),
+        {"gpu00": 1000},
+    )
+
+
+def plain(frame: Frame) -> Any:
+    """Return a frame with its seconds rounded and without arguments of commands, to compare."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float):
+            return round(value)
+        if isinstance(value, dict):
+            return {key: "python" if key == "command" else rounded(one) for key, one in value.items()}
+        return [rounded(one) for one in value] if isinstance(value, list) else value
+
+    return rounded(msgspec.to_builtins(frame))
+
+
+def recorded(path: Path, frames: list[Frame], *, commands: bool = False) -> Path:
+    """Write a recording."""
+    writer = Writer(path, version="1.2.3", commands=commands)
+    for one in frames:
+        writer.add(one)
+    writer.close()
+    assert writer.frames == len(frames)
+    assert writer.bytes == path.stat().st_size
+    return path
+
+
+LONG = [frame(5 * n, utilization=n % 100, lease=n % 7 == 3, nodes=2 + (n > 100)) for n in range(200)]  # 16 minutes
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of LONG."""
+    return recorded(tmp_path_factory.mktemp("recording") / "long.gz", LONG)
+
+
+def test_every_frame_is_read_back(long: Path) -> None:
+    recording = Recording(long)
+    assert [plain(one) for one in recording.frames(0)] == [plain(one) for one in LONG]
+    assert (recording.begin, recording.end, recording.incomplete) == (T0, T0 + 5 * 199, False)
+
+
+@pytest.mark.parametrize("seconds", [-50, 0, 4, 5, 299, 300, 301, 302, 640, 995, 5000])
+def test_any_moment_is_found(long: Path, seconds: float) -> None:
+    number = min(max(0, int(seconds // 5)), 199)
+    found = list(Recording(long).frames(T0 + seconds))
+    assert [plain(one) for one in found] == [plain(one) for one in LONG[number:]]
+    assert plain(Recording(long).at(T0 + seconds)) == plain(LONG[number])
+
+
+def test_other_programs_read_it(long: Path) -> None:
+    lines = [json.loads(line) for line in gzip.decompress(long.read_bytes()).splitlines()]
+    assert lines[0] == {"format": "gpuboard recording", "schema": 1, "version": "1.2.3", "commands": False}
+    assert [line["at"] for line in lines if "at" in line] == [one.at for one in LONG]
+    assert set(lines[2]["change"]["nodes"]["gpu00"]["gpus"]["0"]) == {"utilization"}  # ages do not count as changes
+
+
+def test_command_lines_only_when_asked(tmp_path: Path) -> None:
+    cut = recorded(tmp_path / "cut.gz", LONG[:3])
+    whole = recorded(tmp_path / "whole.gz", LONG[:3], commands=True)
+    assert b"s3cret" not in gzip.decompress(cut.read_bytes())
+    [process] = Recording(cut).at(T0).snapshot.nodes[0].gpus[0].processes or []
+    assert process.command == "python"
+    [process] = Recording(whole).at(T0).snapshot.nodes[0].gpus[0].processes or []
+    assert process.command.endswith("--token=s3cret")
+
+
+def test_a_file_cut_anywhere_is_good_up_to_there(tmp_path: Path) -> None:
+    whole = recorded(tmp_path / "whole.gz", [frame(4 * n, utilization=n) for n in range(20)]).read_bytes()
+    counts = set()
+    for length in range(0, len(whole) + 1, 7):
+        (tmp_path / "cut.gz").write_bytes(whole[:length])
+        try:
+            recording = Recording(tmp_path / "cut.gz")
+        except UsageError as error:
+            assert "is not a recording" in str(error)
+            continue
+        found = list(recording.frames(0))
+        assert [one.at for one in found] == [T0 + 4 * n for n in range(len(found))]
+        assert recording.end == found[-1].at
+        counts.add(len(found))
+    assert len(counts) > 5
+
+
+@given(st.data())
+def test_a_damaged_file_is_an_error_and_nothing_else(long: Path, data: st.DataObject) -> None:
+    content = bytearray(long.read_bytes()[:20_000])
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = long.with_name("damaged.gz")
+    path.write_bytes(content)
+    try:
+        for one in Recording(path).frames(0):
+            assert one.snapshot.cluster == "lab"
+    except GpuboardError as error:
+        assert str(path) in str(error)
+
+
+def test_text_of_a_foreign_recording_is_cleaned(tmp_path: Path) -> None:
+    hostile = replace(frame(0), snapshot=replace(frame(0).snapshot, cluster="l\x1b]0;owned\x07ab"))
+    assert Recording(recorded(tmp_path / "hostile.gz", [hostile])).at(T0).snapshot.cluster == "l]0;ownedab"
+
+
+def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+    for name, content in {"empty": b"", "text": b"hello\n", "gzip": gzip.compress(b"{}")}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UsageError, match="is not a recording of gpuboard"):
+            Recording(tmp_path / name)
+    with pytest.raises(UsageError, match="No such file"):
+        Recording(tmp_path / "none")
+    with pytest.raises(UsageError, match="Is a directory"):
+        Recording(tmp_path)
+    with pytest.raises(UsageError, match="exists; name a new file"):
+        Writer(tmp_path / "text")
+
+
+def test_a_recording_of_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(tmp_path / "next.gz")
+    writer._head["schema"] = 2
+    writer.add(frame(0))
+    writer.close()
+    with pytest.raises(UsageError, match="has schema 2; this gpuboard reads schema 1"):
+        Recording(tmp_path / "next.gz")
+
+
+def test_what_was_written_before_an_error_stays_good(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "full.gz")
+    for n in range(4):
+        writer.add(frame(5 * n))
+    good = writer.bytes
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (good + 50, limits[1]))  # the next member is written in part
+    try:
+        with pytest.raises(GpuboardError, match="cannot write .*full.gz: File too large; it ends at"):
+            writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    recording = Recording(tmp_path / "full.gz")
+    assert (good, recording.incomplete) == ((tmp_path / "full.gz").stat().st_size, False)
+    assert [one.at for one in recording.frames(0)] == [T0, T0 + 5]
+
+
+def test_playing(long: Path) -> None:
+    now = [100.0]
+    player = Player(Recording(long), 2.0, lambda: now[0])
+    assert player.frame().at == T0
+    assert player.next_s == 2.5
+    now[0] += 5
+    assert (player.position, player.frame().at) == (T0 + 10, T0 + 10)
+    player.pause()
+    now[0] += 50
+    assert player.position == T0 + 10
+    assert player.next_s is None
+    player.pause()
+    player.faster()
+    now[0] += 10
+    assert (player.speed, player.position, player.frame().at) == (5.0, T0 + 60, T0 + 60)
+    player.seek(T0 + 33)
+    assert player.frame().at == T0 + 30
+    player.slower()
+    player.slower()
+    player.slower()
+    assert player.speed == 1.0
+    player.seek(T0 + 5000)
+    assert player.frame().at == T0 + 995
+    assert player.next_s is None
+    player.seek(0)
+    assert player.frame().at == T0
