@@ -177,7 +177,13 @@ def _declared(owner: type[DOMNode]) -> list[Action]:
     return [Action(id_, tuple(keys[id_]), binding.description, section, owner) for id_, binding in first.items()]
 
 
-_SECTIONS = {"app": "Everywhere", "gpus": "GPUs", "grid": "Lists", "dialog": "Dialogs"}
+_SECTIONS = {
+    "app": "Everywhere",
+    "gpus": "GPUs",
+    "grid": "Lists",
+    "dialog": "Dialogs",
+    "replay": "Replay of a recording",
+}
 
 
 def _prefix(owner: type[DOMNode]) -> str:

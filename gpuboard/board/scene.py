@@ -29,12 +29,17 @@ class Scene:
         *,
         uids: dict[str, int],
         banners: tuple[str, ...] = (),
+        label: str = "",
     ) -> None:
-        """``uids``: our uid on each node with a reading; ``banners``: what is wrong with the cluster as a whole."""
+        """``uids``: our uid on each node with a reading; ``banners``: what is wrong with the cluster as a whole.
+
+        ``label``: what this is, if it is not the cluster as it is now.
+        """
         self.snapshot = snapshot
         self.leases = leases
         self.uids = uids
         self.banners = banners
+        self._label = label
 
     @cached_property
     def places(self) -> dict[str, Place]:
@@ -85,9 +90,10 @@ class Scene:
         return self.by_gpu.get(uuid, ())
 
     @cached_property
-    def simulated(self) -> bool:
-        """Whether any node is simulated."""
-        return any(node.source == "simulated" for node in self.snapshot.nodes)
+    def label(self) -> str:
+        """The label of every screen where this is not a real cluster as it is now: SIMULATED, or a replay's time."""
+        simulated = any(node.source == "simulated" for node in self.snapshot.nodes)
+        return self._label or ("SIMULATED" if simulated else "")
 
     def is_mine(self, lease: Lease) -> bool:
         """Return whether we own a lease: its uid was read on its first node and is compared with ours there.

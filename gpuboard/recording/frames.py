@@ -20,6 +20,9 @@ from gpuboard.recording.changes import Tree
 # than this is the same one.
 _SLACK_S = {"age_s": 0.1, "runtime_s": 2.0}
 
+_STEPS: dict[str, int] = {"cpu_percent": 1, "memory_used": 2**26, "load1": 1}  # of a node
+_GPU_STEPS: dict[str, int] = {"power": 1}
+
 
 class Frame(msgspec.Struct, frozen=True):
     """A moment of a recording."""
@@ -39,6 +42,7 @@ def to_tree(frame: Frame, before: Tree = None, *, commands: bool = False) -> Tre
     old = before["nodes"] if before else {}
     for node in frame.snapshot.nodes:
         tree = msgspec.to_builtins(node)
+        _round(tree)
         if not commands:
             _cut_commands(tree)
         nodes[node.name] = _moments(tree, old.get(node.name), frame.at)
@@ -134,6 +138,14 @@ def _ages(tree: Tree, at: float) -> Tree:
 def _lease(tree: Tree, at: float) -> Lease:
     lease = msgspec.convert(tree, Lease)
     return msgspec.structs.replace(lease, remaining_s=max(0.0, seconds_of(lease.until) - at))
+
+
+def _round(node: Tree) -> None:
+    """Round what changes at every reading to what is shown of it: half of a recording would be such noise."""
+    for tree, steps in ((node, _STEPS), *((gpu, _GPU_STEPS) for gpu in node["gpus"])):
+        for key, step in steps.items():
+            if tree[key] is not None:
+                tree[key] = type(tree[key])(round(tree[key] / step) * step)
 
 
 def _cut_commands(node: Tree) -> None:

@@ -1,14 +1,44 @@
-"""The position in a recording while it is played: speed, pause, jumps (no I/O but the recording's)."""
+"""Moments of a recording: as people write them, and the position while it is played."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 
+from gpuboard.errors import UsageError
+from gpuboard.model.text import quoted
+from gpuboard.model.units import day_time, parse_duration
 from gpuboard.recording.file import Recording
 from gpuboard.recording.frames import Frame
 
+_CLOCK = {1: "%H:%M", 2: "%H:%M:%S"}
+_SECOND = 1.0
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+
+def moment_of(text: str, recording: Recording) -> float:
+    """Return the epoch seconds of a moment of a recording. Raises UsageError.
+
+    ``14:03`` and ``14:03:21`` are the latest such local time in it, ``2026-01-31T14:03`` is a time of a day, ``+90m``
+    is after its beginning and ``-10m`` before its end.
+    """
+    begin, end = recording.begin, recording.end
+    try:
+        if text[:1] in {"+", "-"}:
+            found = begin + parse_duration(text[1:]) if text[0] == "+" else end - parse_duration(text[1:])
+        elif "-" in text:
+            found = datetime.fromisoformat(text).timestamp()
+        else:
+            last = datetime.fromtimestamp(end)
+            asked = datetime.combine(last.date(), datetime.strptime(text, _CLOCK[text.count(":")]).time())
+            found = (asked - timedelta(days=asked > last)).timestamp()
+    except (ValueError, OverflowError, LookupError):
+        raise UsageError(f"{quoted(text)} is no moment; write 14:03, 2026-01-31T14:03, +90m or -10m") from None
+    if not begin - _SECOND <= found <= end + _SECOND:  # moments are written in whole seconds
+        span = f"from {day_time(begin)} to {day_time(end)}"
+        raise UsageError(f"{quoted(text)} is not in {recording.path}, which is {span}")
+    return found
 
 
 class Player:
@@ -30,6 +60,11 @@ class Player:
         """The moment that is played now, epoch seconds; at the end it stays there."""
         gone = 0.0 if self.paused else (self._clock() - self._since) * self.speed
         return min(self._position + gone, self.recording.end)
+
+    @property
+    def next_at(self) -> float | None:
+        """The moment of the frame after the one at the position, epoch seconds; None after the last one."""
+        return None if self._next is None else self._next.at
 
     @property
     def next_s(self) -> float | None:

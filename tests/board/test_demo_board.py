@@ -75,7 +75,7 @@ def test_everything_the_board_can_show_is_there_after_two_minutes(make: Callable
     scene = started(make(120.0))
     states = {place.gpu.state for place in scene.places.values()}
     flags = {flag for place in scene.places.values() for flag in place.gpu.flags}
-    assert scene.simulated
+    assert scene.label == "SIMULATED"
     assert states == {"free", "reserved", "busy", "occupied", "mig", "broken"}
     assert flags >= {"rogue", "sick", "overdue", "mig"}
     assert {lease.owner for lease in scene.leases.leases} >= {"alice", "carol", "erin", "frank"}

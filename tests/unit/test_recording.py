@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from gpuboard.model.units import iso
 from gpuboard.recording.changes import applied, difference
 from gpuboard.recording.file import Recording, Writer
 from gpuboard.recording.frames import Frame
-from gpuboard.recording.player import Player
+from gpuboard.recording.player import Player, moment_of
 
 replace = msgspec.structs.replace
 T0 = 1_800_000_000.0
@@ -214,7 +215,7 @@ def test_what_was_written_before_an_error_stays_good(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (good + 50, limits[1]))  # the next member is written in part
     try:
-        with pytest.raises(GpuboardError, match="cannot write .*full.gz: File too large; it ends at"):
+        with pytest.raises(GpuboardError, match=r"cannot write .*full\.gz: File too large; it ends at"):
             writer.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -223,17 +224,37 @@ def test_what_was_written_before_an_error_stays_good(tmp_path: Path) -> None:
     assert [one.at for one in recording.frames(0)] == [T0, T0 + 5]
 
 
+def due(player: Player) -> float | None:
+    """Return when the next frame is due."""
+    return player.next_s
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("+1m", 60), ("-1m", 935), ("+16m", 960), (at := time.strftime("%H:%M:%S", time.localtime(T0 + 60)), 60),
+     (f"2027-01-15T{at}", 60)],
+)  # fmt: skip
+def test_moments(long: Path, text: str, seconds: float) -> None:
+    assert moment_of(text, Recording(long)) == T0 + seconds
+
+
+@pytest.mark.parametrize("text", ["", "x", "25:00", "14", "2026-13-01", "+", "+2h", "-1d", "2026-01-01T00:00", "١٢:٠٠"])
+def test_a_moment_outside_is_an_error(long: Path, text: str) -> None:
+    with pytest.raises(UsageError, match=r"is no moment; write 14:03|is not in .*long\.gz, which is from"):
+        moment_of(text, Recording(long))
+
+
 def test_playing(long: Path) -> None:
     now = [100.0]
     player = Player(Recording(long), 2.0, lambda: now[0])
     assert player.frame().at == T0
-    assert player.next_s == 2.5
+    assert due(player) == 2.5
     now[0] += 5
     assert (player.position, player.frame().at) == (T0 + 10, T0 + 10)
     player.pause()
     now[0] += 50
     assert player.position == T0 + 10
-    assert player.next_s is None
+    assert due(player) is None
     player.pause()
     player.faster()
     now[0] += 10
@@ -246,6 +267,6 @@ def test_playing(long: Path) -> None:
     assert player.speed == 1.0
     player.seek(T0 + 5000)
     assert player.frame().at == T0 + 995
-    assert player.next_s is None
+    assert due(player) is None
     player.seek(0)
     assert player.frame().at == T0

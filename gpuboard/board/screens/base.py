@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Notice(Static):
-    """Lines at the top of a screen: SIMULATED, and what is wrong with the cluster as a whole."""
+    """Lines at the top of a screen: the scene's label, and what is wrong with the cluster as a whole."""
 
     DEFAULT_CSS = """
     Notice { dock: top; height: auto; padding: 0 1; display: none; }
@@ -42,7 +42,7 @@ class BoardScreen(Screen[None]):
     def notice(self, scene: Scene) -> None:
         """Update the notice for ``scene``. Called before each ``show``."""
         for widget in self.query(Notice):
-            lines = [Text("SIMULATED", self.board.look.style("warn"))] if scene.simulated else []
+            lines = [Text(scene.label, self.board.look.style("warn"))] if scene.label else []
             lines += [Text(words, self.board.look.style("bad")) for words in scene.banners]
             widget.display = bool(lines)
             widget.update(Text("\n").join(lines))

@@ -83,7 +83,7 @@ def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
     """
     facts = sums(scene)
     clock = datetime.fromisoformat(scene.snapshot.at).astimezone().strftime("%H:%M:%S")
-    label: Runs = ((" SIMULATED ", "warn"),) if scene.simulated else ()
+    label: Runs = ((f" {scene.label} ", "warn"),) if scene.label else ()
     if tall and columns >= _WIDE:
         name = scene.snapshot.cluster or "gpuboard"
         left: Runs = ((f" {name} ", "title"), *label)

@@ -15,9 +15,10 @@ import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import typed
+from gpuboard.cli.replay import add_replay, open_replay
 from gpuboard.cli.stderr import report
 from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
-from gpuboard.errors import NoNodeReached
+from gpuboard.errors import NoNodeReached, UsageError
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot, scheduler_words, shown_flags, tally
 from gpuboard.model.state import STATES
 from gpuboard.model.text import clean, quoted
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch", nargs="?", const=0.0, type=typed(_seconds), metavar="S",
         help="repeat every S seconds (0.5, 2, 30s) until ctrl-C; without S: at `interval` of the config",
     )  # fmt: skip
+    add_replay(parser)
     parser.epilog = (
         "examples:\n  gpuboard status\n  gpuboard status --nodes 'gpu[01-03]' --watch 2\n"
         "  gpuboard status --json | jq -r '.nodes[].gpus[] | select(.state == \"free\").uuid'\n\n"
@@ -72,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Show the cluster once, or until interrupted."""
+    if (replay := open_replay(args)) is not None:
+        if args.watch is not None:
+            raise UsageError("--watch cannot be combined with --replay")
+        recording, at = replay
+        _show(recording.at(recording.end if at is None else at).snapshot, context, json=args.json)
+        return 0
     nodes = context.reach(context.nodes())
     if args.watch is None:
         with contextlib.closing(context.fleet(nodes)) as fleet:

@@ -1,0 +1,1 @@
+"""The board on a recording in place of a cluster."""

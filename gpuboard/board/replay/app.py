@@ -1,0 +1,48 @@
+"""The board that plays a recording: the board, and keys for its position and speed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.replay.core import ReplayCore
+from gpuboard.board.terminal.guard import Guard
+from gpuboard.recording.player import Player
+
+_SHORT_S, _LONG_S = 60.0, 3600.0
+
+
+class ReplayApp(BoardApp):
+    """The board on a recording."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("P", "pause", "Pause", id="replay.pause"),
+        Binding("comma", f"jump({-_SHORT_S})", "Back 1 min", id="replay.back", show=False),
+        Binding("full_stop", f"jump({_SHORT_S})", "Forward 1 min", id="replay.forward", show=False),
+        Binding("less_than_sign", f"jump({-_LONG_S})", "Back 1 h", id="replay.back_hour", show=False),
+        Binding("greater_than_sign", f"jump({_LONG_S})", "Forward 1 h", id="replay.forward_hour", show=False),
+        Binding("plus", "faster", "Faster", id="replay.faster"),
+        Binding("minus", "slower", "Slower", id="replay.slower"),
+    ]
+
+    def __init__(self, core: ReplayCore, guard: Guard | None = None) -> None:
+        super().__init__(core, guard)
+        self._replay = core
+
+    def action_pause(self) -> None:
+        """Pause the replay, or go on."""
+        self._replay.control(Player.pause)
+
+    def action_jump(self, seconds: float) -> None:
+        """Go forward in the recording by ``seconds``; back if negative."""
+        self._replay.control(lambda player: player.seek(player.position + seconds))
+
+    def action_faster(self) -> None:
+        """Play at the next higher speed."""
+        self._replay.control(Player.faster)
+
+    def action_slower(self) -> None:
+        """Play at the next lower speed."""
+        self._replay.control(Player.slower)

@@ -1,0 +1,134 @@
+"""The core of a board that plays a recording: its scenes are the recording's, nothing can be changed. No textual."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NoReturn
+
+from gpuboard import paths
+from gpuboard.board.core import Core
+from gpuboard.board.dialogs.launch_process import LaunchForm, Starter
+from gpuboard.board.operations import Operations
+from gpuboard.board.scene import Scene
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.model.units import format_duration
+from gpuboard.recording.file import Recording
+from gpuboard.recording.player import Player
+
+if TYPE_CHECKING:
+    from gpuboard.board.dialogs.launch_process import StartedRun
+    from gpuboard.config import Settings
+    from gpuboard.leases.ledger import Released
+    from gpuboard.leases.output.formats import Allocation
+    from gpuboard.model.request import Choice, Refusal, Request
+    from gpuboard.model.snapshot import Snapshot
+
+_PACE_S = 1.0  # the time in the label advances at least this often
+_FASTEST_S = 0.1  # between two scenes
+_GAP_S = 120.0  # a longer pause between two frames is said
+
+
+class ReplayCore(Core):
+    """A core whose scenes come from a recording. Reserving, launching and signals are refused."""
+
+    def __init__(self, recording: Recording, settings: Settings, env: Mapping[str, str]) -> None:
+        """``env``: preferences and history of the replay are kept in ``<state>/replay``, apart from the board's."""
+        first = recording.at(recording.begin)
+        self.first = Scene(first.snapshot, first.leases, uids=first.uids, label="REPLAY")
+        nodes = [Node(name=node.name, host=None) for node in first.snapshot.nodes]
+        apart = {**env, "XDG_STATE_HOME": str(paths.state_dir(env) / "replay")}
+        super().__init__(nodes, settings, apart)
+        self.operations = _ReadOnly(nodes, settings, apart, self.fleet)
+        self.starter = _NoStarter(nodes, apart)
+        self.recording = recording
+        self.player = Player(recording)
+        self._lock = threading.Lock()  # player: the UI's thread and the one that makes scenes
+        self._wake = threading.Event()
+
+    def control(self, change: Callable[[Player], object]) -> None:
+        """Change the position, the speed or the pause; a new scene follows at once."""
+        with self._lock:
+            change(self.player)
+        self._wake.set()
+
+    def connect(self) -> None:
+        """Connect to nothing."""
+
+    def start(self, changed: Callable[[Scene], object]) -> None:
+        """Call ``changed`` with every new scene, in a background thread."""
+        threading.Thread(target=self._play, args=(changed,), name="replay", daemon=True).start()
+
+    def scene(self) -> Scene:
+        """Return the scene at the position. Raises GpuboardError for a damaged recording."""
+        with self._lock:
+            frame, at = self.player.frame(), self.player.position
+            later = self.player.next_at
+            words = label(self.player)
+        gap = later is not None and later - frame.at > _GAP_S and at - frame.at > _GAP_S / 2
+        lines = (f"nothing was recorded for {format_duration(later - frame.at)}",) if gap and later is not None else ()
+        return Scene(frame.snapshot, frame.leases, uids=frame.uids, banners=lines, label=words)
+
+    def close(self) -> None:
+        """End the replay."""
+        super().close()
+        self._wake.set()
+
+    def _play(self, changed: Callable[[Scene], object]) -> None:
+        newest: Scene | None = None
+        while not self._closed.is_set():
+            self._wake.clear()
+            began = time.monotonic()
+            try:
+                newest = self.scene()
+                self.history.add(newest.snapshot, self.player.position)
+            except GpuboardError as error:  # what was shown stays; a jump may lead to a part that is not damaged
+                last = newest or self.first
+                changed(Scene(last.snapshot, last.leases, uids=last.uids, banners=(str(error),), label=last.label))
+                self._wake.wait()
+                continue
+            changed(newest)
+            with self._lock:
+                due_s = self.player.next_s
+            pace_s = _PACE_S / min(_PACE_S / _FASTEST_S, self.player.speed)
+            wait_s = pace_s if due_s is None else min(pace_s, due_s)
+            self._wake.wait(max(wait_s, _FASTEST_S, time.monotonic() - began))
+
+
+def label(player: Player) -> str:
+    """Return the words at the top of each screen: ``REPLAY 2026-01-31 14:03:21  10x  paused``."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(player.position))
+    state = "paused" if player.paused else "at its end" if player.position >= player.recording.end else ""
+    return "  ".join(filter(None, (f"REPLAY {at}", f"{player.speed:g}x", state)))
+
+
+def _refuse() -> NoReturn:
+    raise UsageError("this is a replay: nothing can be reserved, launched or signalled")
+
+
+class _ReadOnly(Operations):
+    """Operations of a replay: all of them are refused."""
+
+    def plan(self, request: Request, snapshot: Snapshot | None = None) -> Choice | Refusal:
+        _refuse()
+
+    def reserve(self, *_: object, **__: object) -> Allocation:
+        _refuse()
+
+    def release(self, lease: str) -> Released:
+        _refuse()
+
+    def renew(self, lease: str, for_s: float) -> None:
+        _refuse()
+
+    def signal(self, node: str, pid: int, started: float, name: str) -> None:
+        _refuse()
+
+
+class _NoStarter(Starter):
+    """Starts nothing."""
+
+    def start(self, form: LaunchForm) -> StartedRun:
+        _refuse()
