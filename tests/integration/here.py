@@ -95,6 +95,13 @@ class Here:
             timeout=90, cwd=Path(__file__).parents[2],
         )  # fmt: skip
 
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        """Start gpuboard; the test ends it."""
+        return subprocess.Popen(
+            self.command(*args), env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+
     def measured(self, *args: str | bytes, **env: str | bytes) -> Measured:
         """Run gpuboard to its end, at most ``PATIENCE_S`` and with at most ``ADDRESSES`` of memory."""
         argv = [sys.executable, "-S", "-c", _MEASURE, str(PATIENCE_S), str(ADDRESSES), *self.command(), *args]

@@ -21,8 +21,8 @@ class ReplayApp(BoardApp):
         Binding("P", "pause", "Pause", id="replay.pause"),
         Binding("comma", f"jump({-_SHORT_S})", "Back 1 min", id="replay.back", show=False),
         Binding("full_stop", f"jump({_SHORT_S})", "Forward 1 min", id="replay.forward", show=False),
-        Binding("less_than_sign", f"jump({-_LONG_S})", "Back 1 h", id="replay.back_hour", show=False),
-        Binding("greater_than_sign", f"jump({_LONG_S})", "Forward 1 h", id="replay.forward_hour", show=False),
+        Binding("less_than_sign", f"jump({-_LONG_S})", "Back 1 h", id="replay.back-hour", show=False),
+        Binding("greater_than_sign", f"jump({_LONG_S})", "Forward 1 h", id="replay.forward-hour", show=False),
         Binding("plus", "faster", "Faster", id="replay.faster"),
         Binding("minus", "slower", "Slower", id="replay.slower"),
     ]

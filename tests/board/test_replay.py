@@ -1,0 +1,133 @@
+"""The board on a recording: position and speed by keys, and nothing of the cluster can be changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from gpuboard.board.replay.app import ReplayApp
+from gpuboard.board.replay.core import ReplayCore
+from gpuboard.config import Settings
+from gpuboard.model.units import iso
+from gpuboard.recording.file import Recording, Writer
+from gpuboard.recording.frames import Frame
+from tests.board import lab, made
+
+BEGIN = 1_800_000_000.0
+HOURS = 3
+
+
+@pytest.fixture(scope="module")
+def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three hours of two nodes, a frame a minute: GPU 0 is busy by as many per cent as minutes of the hour have passed.
+
+    gpu02 hangs in the second hour, and loses a GPU in the third. In the middle of the first, nothing was recorded for
+    ten minutes.
+    """
+    path = tmp_path_factory.mktemp("recording") / "day.gz"
+    writer = Writer(path)
+    for minute in range(60 * HOURS):
+        if 25 <= minute < 35:
+            continue
+        at = BEGIN + 60 * minute
+        second = made.node("gpu02", [made.gpu("gpu02", index) for index in range(2 if minute < 120 else 1)])
+        if 60 <= minute < 120:
+            second = made.unread("gpu02")
+        first = made.node("gpu01", [made.busy("gpu01", 0, utilization=minute % 60), made.gpu("gpu01", 1)])
+        leases = [made.lease("k3f9", "alice", [("gpu01", 1)])] if minute < 60 else []
+        scene = made.scene(first, second, leases=leases, at=iso(at))
+        writer.add(Frame(at, scene.snapshot, scene.leases, {"gpu01": 1001}))
+    writer.close()
+    return path
+
+
+@asynccontextmanager
+async def replay(
+    folder: Path, day: Path, size: tuple[int, int] = (120, 40)
+) -> AsyncIterator[tuple[ReplayApp, ReplayCore, Pilot[int]]]:
+    """Run the board on ``day``, paused at its beginning."""
+    core = ReplayCore(Recording(day), Settings(), lab.environment(folder))
+    core.player.pause()
+    app = ReplayApp(core)
+    try:
+        async with app.run_test(size=size) as pilot:
+            await lab.settle(pilot, lambda: lab.ready(app))
+            yield app, core, pilot
+            core.close()
+            await pilot.pause()  # no scene comes any more while the screens are taken apart
+    finally:
+        core.close()
+
+
+def clock(seconds: float) -> str:
+    """Return how the label writes a moment."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(BEGIN + seconds))
+
+
+def shows(app: ReplayApp, *words: str) -> Callable[[], bool]:
+    return lambda: all(word in lab.screen(app) for word in words)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
+async def test_moving_through_a_recording(tmp_path: Path, day: Path, size: tuple[int, int]) -> None:
+    async with replay(tmp_path, day, size) as (app, core, pilot):
+        await lab.settle(pilot, shows(app, f"REPLAY {clock(0)}", "1x", "paused", "gpu02"))
+        await pilot.press("full_stop", "full_stop")
+        await lab.settle(pilot, shows(app, clock(120), "2%"))
+        await pilot.press("comma")
+        await lab.settle(pilot, shows(app, clock(60), "1%"))
+        await pilot.press("greater_than_sign")
+        await lab.settle(pilot, shows(app, clock(3660), "unreachable"))
+        await pilot.press("greater_than_sign")
+        await lab.settle(pilot, shows(app, clock(7260), "2 free"))
+        await pilot.press("less_than_sign", "less_than_sign", "less_than_sign")
+        await lab.settle(pilot, shows(app, clock(0)))
+        await pilot.press("plus", "plus")
+        await lab.settle(pilot, shows(app, "5x"))
+        await pilot.press("minus")
+        await lab.settle(pilot, shows(app, "2x"))
+        core.control(lambda player: player.seek(BEGIN + 31 * 60))
+        await lab.settle(pilot, shows(app, "nothing was recorded for 11m"))
+        core.control(lambda player: player.seek(BEGIN + HOURS * 3600))
+        await pilot.press("P")
+        await lab.settle(pilot, shows(app, clock((60 * HOURS - 1) * 60), "at its end"))
+
+
+async def test_it_plays_by_itself(tmp_path: Path, day: Path) -> None:
+    async with replay(tmp_path, day) as (app, core, pilot):
+        core.player.speed = 1800.0
+        await pilot.press("P")
+        await lab.settle(pilot, shows(app, "at its end"))
+        assert core.history.of("GPU-gpu01-0").utilization
+
+
+async def test_nothing_can_be_changed(tmp_path: Path, day: Path) -> None:
+    async with replay(tmp_path, day) as (app, _, pilot):
+        await pilot.press("r")
+        await lab.settle(pilot, lambda: lab.shown(app, "this is a replay"))
+        await pilot.press("enter")
+        await pilot.pause()
+        await pilot.press("escape", "l")
+        await lab.settle(pilot, shows(app, "k3f9"))
+        await pilot.press("d")
+        await lab.settle(pilot, shows(app, "Release k3f9?"))
+        await pilot.press("y")
+        await lab.settle(pilot, lambda: lab.told(app, "this is a replay"))
+
+
+async def test_a_damaged_part_keeps_what_was_shown(tmp_path: Path, day: Path) -> None:
+    content = bytearray(day.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 4] = b"XXXX"
+    (tmp_path / "damaged.gz").write_bytes(content)
+    async with replay(tmp_path, tmp_path / "damaged.gz") as (app, core, pilot):
+        core.player.speed = 1800.0
+        await pilot.press("P")
+        await lab.settle(pilot, lambda: lab.shown(app, "damaged.gz is damaged at", "gpu01"))
+        await pilot.press("P", "less_than_sign", "less_than_sign", "less_than_sign")
+        await lab.settle(pilot, shows(app, clock(0)))
+        assert "damaged at" not in lab.screen(app)

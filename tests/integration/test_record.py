@@ -1,0 +1,65 @@
+"""`gpuboard record`, and `status --replay` on what it recorded, as processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from tests.integration.here import Here, here
+from tests.nvml import GIB, Gpu
+from tests.waiting import until
+
+__all__ = ["here"]
+
+
+def test_a_recording_has_what_status_had(here: Here, tmp_path: Path) -> None:
+    here.gpus([Gpu(), Gpu(name="NVIDIA L40S", total=48 * GIB, used=9 * GIB, utilization=73, power=250_500)])
+    file = tmp_path / "a.gz"
+    recording = here.start("record", str(file), "--every", "1s")
+    try:
+        until(lambda: file.stat().st_size if file.exists() else 0, "a member is written")
+    finally:
+        recording.send_signal(signal.SIGTERM)
+        _, err = recording.communicate(timeout=60)
+    assert recording.returncode == 0, err
+    assert f"{file}: " in err
+    assert " frames, " in err
+    now = here.json("status", "--json")
+    then = json.loads(here.run("status", "--json", "--replay", str(file)).stdout)
+    same = ("uuid", "name", "state", "memory_used", "memory_total", "utilization", "temperature", "power")
+    before, after = ([{key: gpu[key] for key in same} for gpu in found["nodes"][0]["gpus"]] for found in (now, then))
+    before[1]["power"] = 250.0  # a recording has whole watts
+    assert after == before
+    assert then["nodes"][0]["age_s"] < 60
+    table = here.run("status", "--replay", str(file), "--at", "+1s").stdout
+    assert "L40S" in table
+    assert "73%" in table
+    refused = here.run("record", str(file))
+    assert (refused.returncode, refused.stderr) == (2, f"gpuboard: {file} exists; name a new file\n")
+
+
+def test_bad_input(here: Here, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    for words, message in (
+        (["status", "--replay", "nosuch"], "cannot read nosuch: No such file or directory"),
+        (["status", "--replay", str(tmp_path / "text")], "is not a recording of gpuboard"),
+        (["status", "--at", "14:00"], "--at needs --replay FILE"),
+        (["board", "--speed", "2"], "--speed needs --replay FILE"),
+        (["record", "/nosuch/a.gz"], "cannot create /nosuch/a.gz: No such file or directory"),
+        (["record", str(tmp_path / "b.gz"), "--every", "0.5s"], "is not between one second and an hour"),
+        (["record", str(tmp_path / "b.gz"), "--nodes", "gpu["], "a bracket is not closed"),
+    ):
+        done = here.run(*words)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    assert not (tmp_path / "b.gz").exists()
+
+
+def test_ctrl_c_before_the_first_frame_leaves_no_file(here: Here, tmp_path: Path) -> None:
+    file = tmp_path / "none.gz"
+    recording = here.start("record", str(file), "--nodes", "192.0.2.1")  # TEST-NET-1: no answer
+    until(file.exists, "it has begun")
+    recording.send_signal(signal.SIGINT)
+    _, err = recording.communicate(timeout=60)
+    assert (recording.returncode, file.exists()) == (130, False)
+    assert "nothing was recorded" in err
