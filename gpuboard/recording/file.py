@@ -141,36 +141,32 @@ class Recording:
 
     def at(self, moment: float) -> Frame:
         """Return the newest frame at or before ``moment``; before the beginning the first. Raises GpuboardError."""
-        return next(self.frames(moment))
+        return Cursor(self).frame(moment)
 
-    def frames(self, since: float) -> Iterator[Frame]:
-        """Yield the newest frame at or before ``since``, then all later ones. Raises GpuboardError where damaged."""
-        starts = [number for number, member in enumerate(self._members) if member.key and member.first <= since]
-        restorer = Restorer()
-        tree: Tree = None
-        at, skipped = 0.0, False  # frames before the first one that is wanted are not made
-        for member in self._members[starts[-1] if starts else 0 :]:
+    def frames(self) -> Iterator[Frame]:
+        """Yield all frames. Raises GpuboardError for a damaged file."""
+        cursor = Cursor(self)
+        while cursor.next_at is not None:
+            yield cursor.frame(cursor.next_at)
+
+    def key_before(self, moment: float) -> int:
+        """Return the number of the last member with a key frame at or before ``moment``, or of the first."""
+        return max((n for n, member in enumerate(self._members) if member.key and member.first <= moment), default=0)
+
+    def lines(self, number: int) -> Iterator[tuple[float, dict[str, Tree]]]:
+        """Yield the moments and contents of the lines from a member on. Raises GpuboardError for a damaged file."""
+        for member in self._members[number:]:
             try:
                 for line in self._data(member).splitlines():
                     one = msgspec.json.decode(line)
-                    if "format" in one:
-                        continue
-                    if skipped and one["at"] > since:
-                        yield restorer.frame(tree, at)
-                        skipped = False
-                    at = msgspec.convert(one["at"], float)
-                    tree = cleaned(one["state"]) if "state" in one else applied(tree, cleaned(one["change"]))
-                    if at <= since:
-                        skipped = True
-                    else:
-                        yield restorer.frame(tree, at)
+                    if "format" not in one:
+                        yield msgspec.convert(one.pop("at"), float), cleaned(one)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error, OSError) as error:
-                raise self._damaged(member, error) from error
-        if skipped:
-            yield restorer.frame(tree, at)
+                raise self.damaged(member.first, error) from error
 
-    def _damaged(self, member: Member, error: Exception) -> GpuboardError:
-        return GpuboardError(f"{self.path} is damaged at {day_time(member.first)}: {error or type(error).__name__}")
+    def damaged(self, at: float, error: Exception) -> GpuboardError:
+        """Return the error for a damaged part."""
+        return GpuboardError(f"{self.path} is damaged at {day_time(at)}: {error or type(error).__name__}")
 
     def _check_schema(self) -> None:
         """Raise UsageError where another version wrote the file."""
@@ -178,7 +174,7 @@ class Recording:
             head = msgspec.json.decode(self._data(self._members[0]).partition(b"\n")[0])
             schema = head["schema"] if head["format"] == FORMAT else None
         except (ValueError, KeyError, TypeError, zlib.error, OSError) as error:
-            raise self._damaged(self._members[0], error) from error
+            raise self.damaged(self.begin, error) from error
         if schema != SCHEMA:
             raise UsageError(f"{self.path} has schema {clean(str(schema), 16)}; this gpuboard reads schema {SCHEMA}")
 
@@ -190,6 +186,42 @@ class Recording:
         if len(data) != length or zlib.crc32(data) != crc:
             raise ValueError("its checksum differs")
         return data
+
+
+class Cursor:
+    """Goes through a recording; makes only those frames that are asked for."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._restorer = Restorer()
+        self._tree: Tree = None
+        self._at = -1.0  # of the newest line that is in the tree
+        self._next: tuple[float, dict[str, Tree]] | None = None  # the line after it
+        self._go_to(0)
+
+    @property
+    def next_at(self) -> float | None:
+        """The moment of the frame after the last one that was returned, epoch seconds; None after the last of all."""
+        return self._next[0] if self._next is not None else None
+
+    def frame(self, moment: float) -> Frame:
+        """Return the newest frame at or before ``moment``; before the beginning the first. Raises GpuboardError."""
+        key = self._recording.key_before(moment)
+        if moment < self._at or key > self._key:
+            self._go_to(key)
+        try:
+            while self._next is not None and (self._next[0] <= moment or self._tree is None):
+                self._at, one = self._next
+                self._tree = one["state"] if "state" in one else applied(self._tree, one["change"])
+                self._next = next(self._lines, None)
+            return self._restorer.frame(self._tree, self._at)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self._recording.damaged(self._at, error) from error
+
+    def _go_to(self, key: int) -> None:
+        self._key, self._tree = key, None
+        self._lines = self._recording.lines(key)
+        self._next = next(self._lines, None)
 
 
 def _members(file: BinaryIO) -> tuple[list[Member], bool]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from gpuboard.errors import UsageError
+from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.model.text import quoted
 from gpuboard.model.units import day_time, parse_duration
-from gpuboard.recording.file import Recording
+from gpuboard.recording.file import Cursor, Recording
 from gpuboard.recording.frames import Frame
 
 _CLOCK = {1: "%H:%M", 2: "%H:%M:%S"}
@@ -51,9 +51,7 @@ class Player:
         self._clock = clock
         self._position = recording.begin
         self._since = clock()
-        self._frames: Iterator[Frame] = iter(())
-        self._frame: Frame | None = None
-        self._next: Frame | None = None
+        self._cursor: Cursor | None = None
 
     @property
     def position(self) -> float:
@@ -63,20 +61,19 @@ class Player:
 
     @property
     def next_at(self) -> float | None:
-        """The moment of the frame after the one at the position, epoch seconds; None after the last one."""
-        return None if self._next is None else self._next.at
+        """The moment of the frame after the newest one that was returned, epoch seconds; None after the last one."""
+        return self._cursor.next_at if self._cursor is not None else None
 
     @property
     def next_s(self) -> float | None:
-        """Seconds until the next frame is due; None while it is paused or after the last one."""
-        if self.paused or self._next is None:
+        """Seconds until that frame is due; None while paused or after the last one."""
+        if self.paused or self.next_at is None:
             return None
-        return max(0.0, (self._next.at - self.position) / self.speed)
+        return max(0.0, (self.next_at - self.position) / self.speed)
 
     def seek(self, moment: float) -> None:
         """Go to a moment, at most to the beginning or the end."""
         self._set(min(max(moment, self.recording.begin), self.recording.end))
-        self._frame = None
 
     def pause(self) -> None:
         """Pause, or go on."""
@@ -94,14 +91,12 @@ class Player:
 
     def frame(self) -> Frame:
         """Return the newest frame at the position. Raises GpuboardError for a damaged recording."""
-        position = self.position
-        if self._frame is None:
-            self._frames = self.recording.frames(position)
-            self._frame = next(self._frames)
-            self._next = next(self._frames, None)
-        while self._next is not None and self._next.at <= position:
-            self._frame, self._next = self._next, next(self._frames, None)
-        return self._frame
+        try:
+            self._cursor = self._cursor or Cursor(self.recording)
+            return self._cursor.frame(self.position)
+        except GpuboardError:
+            self._cursor = None  # the next call begins anew, perhaps behind the damaged part
+            raise
 
     def _play_at(self, speed: float) -> None:
         position = self.position

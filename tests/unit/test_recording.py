@@ -19,7 +19,7 @@ from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
 from gpuboard.model.units import iso
 from gpuboard.recording.changes import applied, difference
-from gpuboard.recording.file import Recording, Writer
+from gpuboard.recording.file import Cursor, Recording, Writer
 from gpuboard.recording.frames import Frame
 from gpuboard.recording.player import Player, moment_of
 
@@ -120,15 +120,17 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_frame_is_read_back(long: Path) -> None:
     recording = Recording(long)
-    assert [plain(one) for one in recording.frames(0)] == [plain(one) for one in LONG]
+    assert [plain(one) for one in recording.frames()] == [plain(one) for one in LONG]
     assert (recording.begin, recording.end, recording.incomplete) == (T0, T0 + 5 * 199, False)
 
 
 @pytest.mark.parametrize("seconds", [-50, 0, 4, 5, 299, 300, 301, 302, 640, 995, 5000])
 def test_any_moment_is_found(long: Path, seconds: float) -> None:
     number = min(max(0, int(seconds // 5)), 199)
-    found = list(Recording(long).frames(T0 + seconds))
-    assert [plain(one) for one in found] == [plain(one) for one in LONG[number:]]
+    cursor = Cursor(Recording(long))
+    cursor.frame(T0 + 400)
+    assert plain(cursor.frame(T0 + seconds)) == plain(LONG[number])
+    assert cursor.next_at == (LONG[number + 1].at if number < 199 else None)
     assert plain(Recording(long).at(T0 + seconds)) == plain(LONG[number])
 
 
@@ -159,7 +161,7 @@ def test_a_file_cut_anywhere_is_good_up_to_there(tmp_path: Path) -> None:
         except UsageError as error:
             assert "is not a recording" in str(error)
             continue
-        found = list(recording.frames(0))
+        found = list(recording.frames())
         assert [one.at for one in found] == [T0 + 4 * n for n in range(len(found))]
         assert recording.end == found[-1].at
         counts.add(len(found))
@@ -174,7 +176,7 @@ def test_a_damaged_file_is_an_error_and_nothing_else(long: Path, data: st.DataOb
     path = long.with_name("damaged.gz")
     path.write_bytes(content)
     try:
-        for one in Recording(path).frames(0):
+        for one in Recording(path).frames():
             assert one.snapshot.cluster == "lab"
     except GpuboardError as error:
         assert str(path) in str(error)
@@ -221,7 +223,7 @@ def test_what_was_written_before_an_error_stays_good(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     recording = Recording(tmp_path / "full.gz")
     assert (good, recording.incomplete) == ((tmp_path / "full.gz").stat().st_size, False)
-    assert [one.at for one in recording.frames(0)] == [T0, T0 + 5]
+    assert [one.at for one in recording.frames()] == [T0, T0 + 5]
 
 
 def due(player: Player) -> float | None:
