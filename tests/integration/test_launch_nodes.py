@@ -410,6 +410,7 @@ while not os.path.exists("finish"):
         wait_up(process, 2)
         [rank] = lab["gpu02"].processes(lambda p: "script.py" in p.argv, user="alice")
         supervisor = parent(rank.pid)
+        os.kill(supervisor, signal.SIGSTOP)  # else it reports that its guard died, before it is killed itself
         for pid in (parent(supervisor), supervisor):
             os.kill(pid, signal.SIGKILL)
         wait_up(process, 2)
