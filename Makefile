@@ -15,7 +15,7 @@ BENCH_STAMP := $(VENV)/.installed-bench-$(KEY)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo test lint check bench bench-faults clean system-packages
+.PHONY: help demo test lint check bytecode bench bench-faults clean system-packages
 
 help:
 	@echo "make demo    set up, then run the workflow on simulated nodes: reserve, train with DDP, release; then the board"
@@ -28,12 +28,19 @@ help:
 demo: $(RUN_STAMP)
 	@$(BIN)/gpuboard demo
 
-test: system-packages $(DEV_STAMP)
+# apt and pip at the same time, once there is an interpreter (which may need apt itself).
+test: $(BIN)/python
+	@$(MAKE) --no-print-directory -j2 system-packages $(DEV_STAMP)
 	@$(MAKE) --no-print-directory check
 
 # Tests mostly wait, so files run in parallel; each worker has its own test nodes.
-check: lint
+check: $(DEV_STAMP)
+	@$(MAKE) --no-print-directory -j2 lint bytecode
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Compiles the tests once, beside mypy (one core); else every worker would at its start. pytest reports what fails here.
+bytecode: $(DEV_STAMP)
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
