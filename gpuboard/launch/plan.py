@@ -92,7 +92,11 @@ class LaunchPlan(msgspec.Struct, frozen=True):
     options: LaunchOptions
     target: Target
     nodes: list[StartConfig]
-    attempt: int = 1
+
+    @property
+    def attempt(self) -> int:
+        """The attempt's number; 1: not a restart."""
+        return self.nodes[0].attempt
 
 
 def check_rank_map(rank_map: RankMap, known: Collection[str], where: str, device: Device) -> None:
@@ -206,7 +210,7 @@ def launch_plan(
             max_restarts=options.max_restarts,
         )
 
-    return LaunchPlan(run, rank_map, options, target, [start(node) for node in nodes], attempt)
+    return LaunchPlan(run, rank_map, options, target, [start(node) for node in nodes])
 
 
 def next_attempt(plan: LaunchPlan, rank_map: RankMap, secret: str) -> LaunchPlan:

@@ -91,7 +91,7 @@ def test_a_resumed_head_reads_its_inbox_before_it_names_the_root_cause(tmp_path:
     screen = Screen(io.StringIO(), io.StringIO())
     folder, connector = RunFolder(env, "rabc"), Connector(Settings())
     head = Head(planned(), folder, screen, connector=connector, nodes={}, read_gpus=None, timing=TIMING)
-    head._gate_open = True
+    head._gate.opened = True
     head._inbox = Inbox(SupervisorEvent("gpu01", BOOM))
     head._inbox.put(SupervisorEvent("gpu02", RESET))
     head._pump(lambda: head._watch.cause is not None, None)
@@ -107,7 +107,7 @@ def two_nodes(tmp_path: Path, timing: HeadTiming = TIMING) -> Iterator[tuple[Hea
     plan, connector, folder = planned(), Connector(Settings()), RunFolder(env, "rabc")
     nodes = {config.node: Node(config.node, None) for config in plan.nodes}
     head = Head(plan, folder, screen, connector=connector, nodes=nodes, read_gpus=None, timing=timing)
-    head._gate_open = True
+    head._gate.opened = True
     try:
         head._supervisors.open()
         links = head._supervisors._links

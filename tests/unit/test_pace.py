@@ -25,7 +25,7 @@ from gpuboard.launch.stalls.pace import (
     paces,
 )
 from gpuboard.launch.stalls.slow import evidence, pace_lines, remedy, slow_text
-from gpuboard.launch.stalls.straggler import PaceWatch, Straggler
+from gpuboard.launch.stalls.straggler import PaceTiming, PaceWatch, Straggler
 from gpuboard.launch.supervisors import Supervisors
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 from gpuboard.transport.connector import Connector
@@ -272,7 +272,8 @@ def test_the_verdict_waits_for_a_reading_of_the_gpus() -> None:
     asked: list[float] = []
     connector = cast(Connector, None)  # no node is asked here
     supervisors = Supervisors(planned(), {}, connector, queue.SimpleQueue())
-    straggler = Straggler(supervisors, RANKS, read_gpus=lambda: asked.append(1.0), notify=printed.append)
+    timing = PaceTiming(gpus_s=4.0)
+    straggler = Straggler(supervisors, RANKS, read_gpus=lambda: asked.append(1.0), notify=printed.append, timing=timing)
 
     def standing() -> VerdictView | None:
         return straggler.verdict
@@ -296,7 +297,8 @@ def test_the_verdict_waits_for_a_reading_of_the_gpus() -> None:
     for now in (70.0, 80.0, 90.0):
         straggler.watch.looked([pace(1)], now)
     assert not straggler.tick(91.0, [])
-    assert straggler.tick(110.0, []), "the GPUs could not be read"
+    assert not straggler.tick(94.0, [])
+    assert straggler.tick(95.0, []), "the GPUs could not be read"
     assert "GPU gpu01" not in printed[-1]
 
 

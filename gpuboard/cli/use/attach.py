@@ -18,7 +18,7 @@ from gpuboard.cli.stderr import report
 from gpuboard.errors import GpuboardError
 from gpuboard.launch.output import STREAMS, LineSplitter, Relay, Screen, Stream
 from gpuboard.launch.runs.access import RunAccess, persistently
-from gpuboard.launch.runs.control import ControlRequest
+from gpuboard.launch.runs.control import FORWARDED, ControlRequest
 from gpuboard.launch.runs.folder import FINAL, RunView
 
 NAME = "attach"
@@ -27,7 +27,6 @@ HELP = "show a run's output and messages until it ends; exit with its exit code"
 _MESSAGES = "head.log"
 _LINE = 512  # bytes of a line at the end of a file, on average, that are read at most
 _BACKLOG = 8 * 2**20  # characters not yet written to a slow terminal, above which no more are read
-_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
     with opened_run(context, args.run or "last", args.node) as found:
         view = found.view()
-        for number in _FORWARDED:
+        for number in FORWARDED:
             signal.signal(number, lambda number, _frame: received.put(number))
         try:
             with contextlib.closing(Screen(sys.stdout, sys.stderr)) as screen:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import msgspec
 from gpuboard.errors import GpuboardError
 
 _NAME = "control.sock"
+FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)  # to the ranks, when a client asks for it
 
 
 class ControlRequest(msgspec.Struct, frozen=True):

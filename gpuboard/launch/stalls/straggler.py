@@ -95,11 +95,13 @@ class Straggler:
         *,
         read_gpus: Callable[[], None] | None,
         notify: Callable[[str], None],
+        timing: PaceTiming = DEFAULT_PACE_TIMING,
     ) -> None:
         """``read_gpus`` starts a reading of the GPUs, which is passed to :meth:`take_gpus`; None: there are none."""
         self.verdict: VerdictView | None = None  # the one that stands
-        self.watch = PaceWatch()
+        self.watch = PaceWatch(timing)
         self._supervisors = supervisors
+        self._timing = timing
         self._ranks = ranks
         self._read_gpus = read_gpus
         self._notify = notify
@@ -132,7 +134,7 @@ class Straggler:
             return False
         self._named = slow
         if slow and self._read_gpus is not None:
-            self._gpus_until = now + DEFAULT_PACE_TIMING.gpus_s
+            self._gpus_until = now + self._timing.gpus_s
             self._read_gpus()
             return False
         return self._establish(None)
