@@ -274,13 +274,12 @@ class Relay:
 
         Each line is labelled with its rank. A single rank is labelled on a terminal only: a pipe gets its output as is.
         """
-        self._prefixes = {
-            (rank, stream): f"[rank {rank} {label}] " if len(labels) > 1 or screen.terminal(stream) else ""
-            for rank, label in labels.items()
-            for stream in STREAMS
-        }
+        self._several = len(labels) > 1
         self._logs = logs
         self._screen = screen
+        self._prefixes = {
+            (rank, stream): self._prefix(rank, stream, label) for rank, label in labels.items() for stream in STREAMS
+        }
         self._mark = mark
         self._lines: dict[tuple[int, Stream], LineSplitter] = {}
         self.last_line: dict[int, str] = {}
@@ -297,12 +296,25 @@ class Relay:
             self._remember(rank, partial)
             self._screen.live(stream, self._prefixes[rank, stream] + partial)
 
+    def moved(self, rank: int, stream: Stream, label: str) -> None:
+        """Label what follows with another GPU, if it is another one."""
+        prefix = self._prefix(rank, stream, label)
+        if prefix != self._prefixes[rank, stream]:
+            self._close(rank, stream)
+            self._prefixes[rank, stream] = prefix
+
     def ended(self, rank: int) -> None:
         """Print the rank's unfinished line."""
         for stream in STREAMS:
-            lines = self._lines.pop((rank, stream), None)
-            if lines is not None:
-                self._print(rank, stream, lines.close())
+            self._close(rank, stream)
+
+    def _prefix(self, rank: int, stream: Stream, label: str) -> str:
+        return f"[rank {rank} {label}] " if self._several or self._screen.terminal(stream) else ""
+
+    def _close(self, rank: int, stream: Stream) -> None:
+        lines = self._lines.pop((rank, stream), None)
+        if lines is not None:
+            self._print(rank, stream, lines.close())
 
     def _print(self, rank: int, stream: Stream, lines: list[str]) -> None:
         for line in lines:

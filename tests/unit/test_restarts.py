@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,12 +137,16 @@ class Lab:
         self.nodes = {name: Node(name, None) for name in ("gpu01", "gpu02")}
         self.timing = HeadTiming()
         self.read_lease: Callable[[Callable[[Snapshot], None]], None] | None = None
-        self.plan = launch_plan(
-            of_lease("gpu01:0"),
-            Target("program", "false"),
+        self.plan = self.planned(of_lease("gpu01:0"), Target("program", "false"))
+
+    def planned(self, rank_map: RankMap, target: Target) -> LaunchPlan:
+        """Return the plan of a run that is restarted once."""
+        return launch_plan(
+            rank_map,
+            target,
             run="rabc",
             secret="5ec",
-            cwd=str(folder),
+            cwd=str(self.folder.path),
             environ={"PATH": os.environ["PATH"]},
             options=LaunchOptions(device="cpu", max_restarts=1),
         )
@@ -224,3 +230,46 @@ def test_only_a_reading_of_the_whole_lease_decides_where_the_next_attempt_runs(l
     assert attempts.run() == 1
     assert [rank.node for rank in lab.view().ranks] == ["gpu02"]
     assert "attempt 2 of 2: on gpu02:0; left out: gpu01: ssh: no answer" in (lab.folder.path / "head.log").read_text()
+
+
+def test_attach_and_logs_name_the_gpu_of_each_attempt(lab: Lab) -> None:
+    """The first attempt fails on gpu01 while it is attached to, the second one succeeds on gpu02."""
+    fail = lab.folder.path / "fail"
+    script = f"""
+echo "rank $RANK, attempt $GPUBOARD_ATTEMPT"
+test $GPUBOARD_ATTEMPT = 2 && exit 0
+until test -e {fail}; do sleep 0.05; done
+exit 1
+"""
+    plan = lab.planned(of_lease("gpu01:0", "gpu01:1"), Target("program", "sh", ["-c", script]))
+    lab.timing = HeadTiming(restart_pause_s=0.0)
+    lab.read_lease = lambda done: done(reading(down=("gpu01",)))
+    folder = str(lab.folder.path.parents[2])
+    command = [sys.executable, "-m", "gpuboard"]
+    env = os.environ | {"HOME": folder, "XDG_STATE_HOME": folder}
+    shown = lab.folder.path / "shown"
+
+    def attach() -> None:
+        logs = [lab.folder.path / f"rank-{rank}.out" for rank in (0, 1)]
+        until(lambda: all(log.exists() and log.read_text() for log in logs), "the ranks print")
+        with shown.open("w") as out:
+            attached.append(subprocess.Popen([*command, "attach", "rabc"], env=env, stdout=out))
+        until(lambda: shown.read_text().count("attempt 1") == 2, "attach shows what they printed")
+        fail.touch()
+
+    attached: list[subprocess.Popen[bytes]] = []
+    thread = threading.Thread(target=attach)
+    thread.start()
+    assert Attempts(plan, lab.make, of_lease("gpu01:0", "gpu01:1", "gpu02:0", "gpu02:1")).run() == 0
+    thread.join()
+    assert attached[0].wait(60) == 0
+    logs = subprocess.run([*command, "logs", "rabc"], env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+    expected = {
+        f"[rank {rank} gpu0{attempt}:{rank}] rank {rank}, attempt {attempt}" for rank in (0, 1) for attempt in (1, 2)
+    }
+    for text in (shown.read_text(), logs):
+        assert {line for line in text.splitlines() if line.endswith(("attempt 1", "attempt 2"))} == expected
+    assert [(place.rank, place.node, place.attempt) for place in lab.view().former] == [
+        (0, "gpu01", 1),
+        (1, "gpu01", 1),
+    ]

@@ -9,17 +9,17 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Callable
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import whole
 from gpuboard.cli.run_access import add_node, opened_run
 from gpuboard.cli.stderr import report
 from gpuboard.errors import GpuboardError
-from gpuboard.launch.output import STREAMS, LineSplitter, Relay, Screen, Stream
+from gpuboard.launch.output import STREAMS, LineSplitter, Relay, Screen
 from gpuboard.launch.runs.access import RunAccess, persistently
 from gpuboard.launch.runs.control import FORWARDED, ControlRequest
 from gpuboard.launch.runs.folder import FINAL, RunView
+from gpuboard.launch.runs.places import labelled
 
 NAME = "attach"
 HELP = "show a run's output and messages until it ends; exit with its exit code"
@@ -69,28 +69,29 @@ class _Attached:
         labels = {rank.rank: f"{rank.node}:{rank.index}" for rank in view.ranks}
         self._relay = Relay(labels, None, screen, mark=lambda *_: "")
         self._messages = LineSplitter()
-        self._show: dict[str, Callable[[str], None]] = {_MESSAGES: self._show_messages}
-        for rank in labels:
-            for stream in STREAMS:
-                self._show[f"rank-{rank}.{stream}"] = self._shown(rank, stream)
-        self._offsets = dict.fromkeys(self._show, 0)
+        self._logs = {f"rank-{rank}.{stream}": (rank, stream) for rank in labels for stream in STREAMS}
+        self._offsets = dict.fromkeys([_MESSAGES, *self._logs], 0)
         # a piece may end inside a character
-        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in self._show}
+        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in self._offsets}
 
     def follow(self, received: queue.SimpleQueue[int]) -> RunView:
         """Show the last lines, then what follows until the run ends; return its final state."""
         self._show_last()
-        while True:
-            self._view = persistently(self._run.view, report)  # before reading: nothing of an ended run is missed
-            moved = self._show_new()
+        ended = False
+        while not ended:
+            pieces = self._read(self._offsets)
+            over = self._view.state in FINAL  # before reading: nothing of an ended run is missed
+            self._view = persistently(self._run.view, report)  # after reading: it has the ranks' places at that time
+            for name, data in pieces.items():
+                self._feed(name, data, self._offsets[name] - len(data))
+            ended = over and not pieces
+            idle = not pieces and self._view.state not in FINAL
             while not received.empty():
                 self._forward(received.get())
             if self._screen.unread:
                 raise BrokenPipeError
-            if not moved and self._view.state in FINAL:
-                break
-            while not moved or self._screen.backlog > _BACKLOG:
-                moved = True
+            while idle or self._screen.backlog > _BACKLOG:
+                idle = False
                 time.sleep(self._run.poll_s)
         for rank in self._view.ranks:
             self._relay.ended(rank.rank)
@@ -99,7 +100,7 @@ class _Attached:
         return self._view
 
     def _show_last(self) -> None:
-        sizes = persistently(lambda: self._run.sizes(list(self._show)), report)
+        sizes = persistently(lambda: self._run.sizes(list(self._offsets)), report)
         before = {name: max(0, size - self._lines * _LINE) for name, size in sizes.items()}
         self._offsets |= before
         ends = dict.fromkeys(sizes, b"")
@@ -113,13 +114,8 @@ class _Attached:
             lines = data.splitlines(keepends=True)
             if before[name] and len(lines) > 1:
                 lines = lines[1:]  # its start was not read
-            self._feed(name, b"".join(lines[-self._lines :] if self._lines else []))
-
-    def _show_new(self) -> bool:
-        pieces = self._read(self._offsets)
-        for name, data in pieces.items():
-            self._feed(name, data)
-        return bool(pieces)
+            shown = b"".join(lines[-self._lines :] if self._lines else [])
+            self._feed(name, shown, self._offsets[name] - len(shown))
 
     def _read(self, offsets: dict[str, int]) -> dict[str, bytes]:
         pieces = persistently(lambda: self._run.read(offsets), report)
@@ -127,15 +123,16 @@ class _Attached:
             self._offsets[name] += len(data)
         return pieces
 
-    def _feed(self, name: str, data: bytes) -> None:
-        self._show[name](self._decoders[name].decode(data))
-
-    def _shown(self, rank: int, stream: Stream) -> Callable[[str], None]:
-        return lambda text: self._relay.output(rank, stream, text.encode())
-
-    def _show_messages(self, text: str) -> None:
-        """Show the head's messages, without their times."""
-        self._screen.lines("err", [line.partition(" ")[2] for line in self._messages.feed(text)])
+    def _feed(self, name: str, data: bytes, offset: int) -> None:
+        """Show a part of a file that starts at ``offset``."""
+        decode = self._decoders[name].decode
+        if name == _MESSAGES:  # without their times
+            self._screen.lines("err", [line.partition(" ")[2] for line in self._messages.feed(decode(data))])
+            return
+        rank, stream = self._logs[name]
+        for label, part in labelled(self._view, rank, stream, offset, data):
+            self._relay.moved(rank, stream, label)
+            self._relay.output(rank, stream, decode(part).encode())
 
     def _forward(self, number: int) -> None:
         try:

@@ -16,6 +16,7 @@ from gpuboard.errors import UsageError
 from gpuboard.launch.output import LineSplitter
 from gpuboard.launch.runs.access import RunAccess, persistently
 from gpuboard.launch.runs.folder import FINAL, RunView
+from gpuboard.launch.runs.places import labelled
 
 NAME = "logs"
 HELP = "print the output of a run's ranks"
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         if args.rank is not None and args.rank not in ranks:
             raise UsageError(f"run {view.id} has no rank {args.rank}; it has {len(ranks)}, numbered from 0")
         tails = [
-            _Tail(rank, stream, raw=args.rank is not None, label=_label(view, rank))
+            _Tail(rank, stream, raw=args.rank is not None)
             for rank in (ranks if args.rank is None else [args.rank])
             for stream in ("out", "err")
         ]
@@ -69,38 +70,40 @@ def _print_new(run: RunAccess, tails: Sequence[_Tail], *, follow: bool) -> bool:
 
     while pieces := persistently(read, report) if follow else read():
         moved = True
+        view = persistently(run.view, report) if follow else run.view()  # after reading: where the ranks were then
         for tail in tails:
             if tail.name in pieces:
-                tail.print(pieces[tail.name])
+                tail.print(pieces[tail.name], view)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     return moved
 
 
-def _label(view: RunView, number: int) -> str:
-    rank = next(rank for rank in view.ranks if rank.rank == number)
-    return f"[rank {number} {rank.node}:{rank.index}] "
-
-
 class _Tail:
     """Prints one log file as it grows. ``offset``: the bytes that are printed."""
 
-    def __init__(self, rank: int, stream: str, *, raw: bool, label: str) -> None:
+    def __init__(self, rank: int, stream: str, *, raw: bool) -> None:
         self.name = f"rank-{rank}.{stream}"
         self.offset = 0
+        self._rank = rank
+        self._stream = stream
         self._raw = raw
-        self._label = label
+        self._label = ""  # of the GPU on which the rank wrote the lines
         self._lines = LineSplitter()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a piece may end within a character
         self._target = sys.stdout if stream == "out" else sys.stderr
 
-    def print(self, data: bytes) -> None:
-        """Print the next bytes of the file."""
-        self.offset += len(data)
+    def print(self, data: bytes, view: RunView) -> None:
+        """Print the next bytes of the file; ``view``: the run, read after them."""
         if self._raw:
             self._target.buffer.write(data)
         else:
-            self._print(self._lines.feed(self._decoder.decode(data)))
+            for label, part in labelled(view, self._rank, self._stream, self.offset, data):
+                if label != self._label:
+                    self._print(self._lines.close())
+                    self._label = label
+                self._print(self._lines.feed(self._decoder.decode(part)))
+        self.offset += len(data)
 
     def close(self) -> None:
         """Print an unfinished last line."""
@@ -110,4 +113,4 @@ class _Tail:
 
     def _print(self, lines: list[str]) -> None:
         for line in lines:
-            self._target.write(f"{self._label}{line}\n")
+            self._target.write(f"[rank {self._rank} {self._label}] {line}\n")

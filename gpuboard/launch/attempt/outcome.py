@@ -16,6 +16,7 @@ from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.preflight.check import check_text, grouped
 from gpuboard.launch.restarts.rules import attempt_text, same_failure_text
 from gpuboard.launch.runs.folder import FINAL, RunState, RunView, VerdictView, this_head
+from gpuboard.launch.runs.places import moved
 from gpuboard.launch.stalls.follower import StallFollower
 from gpuboard.launch.stalls.straggler import Straggler
 from gpuboard.model.units import format_duration, iso
@@ -52,6 +53,7 @@ class Outcome:
         self._relay = relay
         self._record = record
         self._before = before
+        self._former = moved(before, watch.ranks) if before else []
         self._stopped: VerdictView | None = None  # the run, between two attempts
 
     def view(self) -> RunView:
@@ -74,6 +76,7 @@ class Outcome:
             head=this_head(),
             folder=str(self._record.folder.path),
             attempt=self._plan.attempt,
+            former=self._former,
         )
 
     @property

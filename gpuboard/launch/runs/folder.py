@@ -48,6 +48,20 @@ class RankView(msgspec.Struct, frozen=True):
     last_line: str = ""
 
 
+class FormerPlace(msgspec.Struct, frozen=True):
+    """Where a rank ran until the end of ``attempt``: on another GPU than now, or than in the attempts before.
+
+    ``out``, ``err``: the sizes of its two logs at that time, in bytes.
+    """
+
+    rank: int
+    node: str
+    index: int
+    attempt: int
+    out: int
+    err: int
+
+
 class VerdictView(msgspec.Struct, frozen=True):
     """A conclusion about a run. ``rank`` and ``node`` are None if it concerns no single one.
 
@@ -89,6 +103,7 @@ class RunView(msgspec.Struct, frozen=True):
     folder: str = ""
     node: str | None = None  # the node on which it was read; None: this host
     attempt: int = 1
+    former: list[FormerPlace] = []  # oldest first; empty: no restart has used other GPUs
 
     @property
     def newest(self) -> list[VerdictView]:
