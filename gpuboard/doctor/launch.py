@@ -40,8 +40,11 @@ class LaunchProbe:
         cwd: str,
         environ: Mapping[str, str],
         options: LaunchOptions,
+        planned: bool = False,
     ) -> None:
-        """``nodes``: how to reach the nodes of the map, by name. Raises UsageError as ``launch_plan``."""
+        """``nodes``: how to reach the nodes of the map, by name. ``planned``: its GPUs are those that a launch would
+        reserve. Raises UsageError as ``launch_plan``."""
+        self._planned = planned
         self._plan = launch_plan(
             rank_map,
             _ANY_TARGET,
@@ -69,7 +72,8 @@ class LaunchProbe:
             self._wait(calls.probed)
         device = self._plan.options.device
         calls.snapshot = snapshot if device == "cuda" else None
-        found = preflight(self._plan.rank_map, self._plan.nodes[0].master_addr, device, calls.collect())
+        master, answers = self._plan.nodes[0].master_addr, calls.collect()
+        found = preflight(self._plan.rank_map, master, device, answers, planned=self._planned)
         return [_without_ranks(check) for check in found if check.name not in _LEFT_OUT]
 
     def close(self) -> None:

@@ -128,5 +128,27 @@ def test_the_checks_of_a_launch_start_no_rank(nodes: Cluster, login: Host) -> No
     until(lambda: not [*nodes["gpu01"].processes(user="alice"), *nodes["gpu02"].processes(user="alice")], "all ended")
 
     done = login.run(["gpuboard", "doctor", "--device", "cpu"])
-    wrong = "gpuboard: --device and --python belong to --rank-map and --nccl"
+    wrong = "gpuboard: --device and --python belong to --n, --gpus, --lease, --rank-map and --nccl"
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, wrong)
+
+
+def test_a_launch_is_checked_on_the_gpus_that_it_would_choose(nodes: Cluster, login: Host) -> None:
+    """One node is full, another one forbids connections between nodes; nothing is reserved."""
+    write_torch(Path(login.path(f"{HOME}/fake")))
+    login.run(["chown", "-R", "alice:", f"{HOME}/fake"], user="root", check=True)
+    nodes["gpu01"].script([Gpu(used=70 * 2**30)])
+    nodes["gpu02"].firewall("add rule inet t in tcp dport 1024-65535 ct state new drop")
+    found = checks(login, "--n", "9", "--max-nodes", "2", PYTHONPATH=f"{HOME}/fake")
+    [request] = [c for c in found if c["name"] == "request"]
+    assert request["status"] == "ok"
+    assert request["evidence"].startswith("a launch would start 9 ranks on gpu02:0,1,2,3,4,5,6,7@gpu03:")
+    chosen = [c["node"] for c in found if c["name"] == "GPU" and c["evidence"].endswith(" is free")]
+    assert sorted(chosen) == ["gpu02"] * 8 + ["gpu03"]
+    failed = {(c["node"], c["name"]) for c in found if c["status"] == "fail"}
+    assert failed == {("gpu03", "connect")}
+    assert json.loads(login.run(["gpuboard", "leases", "--json"], check=True).stdout)["leases"] == []
+
+    done = login.run(["gpuboard", "doctor", "--n", "9", "--max-nodes", "1"])
+    assert done.returncode == 1
+    assert "fail     request         " in done.stdout
+    assert "`gpuboard allocate --dry-run` has the reason for every GPU" in done.stdout

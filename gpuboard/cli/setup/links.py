@@ -34,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--nccl", action="store_true", help="measure the bandwidth between neighbours in the ring of "
                        "ranks and of an all-reduce, with NCCL (gloo with --device cpu), and name slow links; GPUs are "
                        "chosen and reserved as for launch")  # fmt: skip
-    group.add_argument("--n", type=natural, metavar="N", help="with --nccl: number of GPUs")
-    group.add_argument("--gpus", metavar="GPUS", help="with --nccl: exactly these: gpu01:0,3@gpu02:1, or UUIDs")
-    group.add_argument("--lease", metavar="ID", help="with --nccl: those of your lease ID")
     group.add_argument("--seconds", type=natural, metavar="S", help="with --nccl: duration of the measurement, without "
                        "the start of the ranks; default: 10")  # fmt: skip
 
@@ -74,15 +71,14 @@ def _launch(args: argparse.Namespace, context: Context, seconds: int) -> dict[st
     from gpuboard.cli.use import launch
     from gpuboard.launch.target import LINKS
 
-    chosen = {"--n": args.n, "--gpus": args.gpus, "--lease": args.lease, "--rank-map": args.rank_map,
-              "--python": args.python, "--device": args.device}  # fmt: skip
-    words = [word for name, value in chosen.items() if value is not None for word in (name, str(value))]
     with tempfile.TemporaryDirectory(prefix="gpuboard-") as temporary:
         file = Path(temporary, "outcome.json")
-        words += ["--purpose", "gpuboard doctor --nccl", "--status-file", str(file)]
+        words = ["--purpose", "gpuboard doctor --nccl", "--status-file", str(file)]
         parser = Parser("gpuboard doctor", "")
         launch.add_arguments(parser)
         launching = parser.read([*words, LINKS, str(seconds), str(_LARGEST[args.device])])
+        for name in vars(args).keys() & vars(launching).keys() - {"json"}:  # which GPUs, and how the ranks run
+            setattr(launching, name, getattr(args, name))
         with contextlib.redirect_stdout(sys.stderr):  # NCCL prints to stdout, which is for the results
             launch.run(launching, context)
         found: dict[str, Any] = msgspec.json.decode(file.read_bytes())

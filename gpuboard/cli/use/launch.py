@@ -11,7 +11,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from gpuboard.cli.reserve.allocate import add_request, add_slurm, add_terms, job
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.cli.stderr import report
 from gpuboard.cli.use.lead import lead
+from gpuboard.cli.use.planned import planned, without_gpus
 from gpuboard.errors import NoSuchLease, Refused, UsageError
 from gpuboard.launch.parent_watch import Lifeline
 from gpuboard.model.text import quoted
@@ -317,7 +317,6 @@ def _reserved(
 ) -> Iterator[tuple[RankMap, str]]:
     """Reserve for this process, yield the rank map, release at the end. ``--dry-run`` reserves nothing."""
     from gpuboard.keeper.holder import identify
-    from gpuboard.leases.rank_map import rank_map
     from gpuboard.leases.reserve import release_own, reserve, terms_of
 
     request = request_of(args) if args.n is not None or args.gpus else None
@@ -337,13 +336,10 @@ def _reserved(
             if (
                 request and on_cpu and args.run_id is None and ledger.rest() == scope
             ):  # the board reserves what it shows
-                found = _without_gpus(request, scope, allocator)
+                found = without_gpus(request, scope, allocator)
             elif args.dry_run:
                 request = request or _whole(args, allocator)
-                choice = allocator.plan(request, args.for_s)
-                if not choice.gpus:
-                    raise UsageError(f"--dry-run: Slurm selects the GPUs when the job starts\n{choice.why}")
-                found = rank_map(None, choice.gpus, {node.name: node.address for node in scope.nodes})
+                found = planned(request, allocator, args.for_s)
             else:
                 request = request or _whole(args, allocator)
                 try:
@@ -353,7 +349,7 @@ def _reserved(
                     if not on_cpu or refused.refusal.gpus:
                         raise
                     report("no GPU in scope: the ranks run on the CPU, and nothing is reserved")
-                    found = _without_gpus(request, scope, allocator)
+                    found = without_gpus(request, scope, allocator)
     if detaching is not None and held is not None:
         detaching.reserved = held.id
     try:
@@ -367,20 +363,6 @@ def _whole(args: argparse.Namespace, allocator: Allocator) -> Request:
     """Return the request for all GPUs in scope."""
     args.n = allocator.count()
     return request_of(args)
-
-
-def _without_gpus(request: Request, scope: Scope, allocator: Allocator) -> RankMap:
-    """Return a map of ranks on the CPU. They need no reservation, except on Slurm's nodes, where a job has to start."""
-    from gpuboard.launch.rank_map_source import cpu_rank_map
-
-    assert request.n is not None
-    place = partial(cpu_rank_map, request.n, scope.nodes, spread=scope.explicit, per_node=request.per_node)
-    found = place()
-    if len(found.nodes) == 1:
-        return found
-    with contextlib.suppress(Refused):  # a node that cannot be read fails preflight, with its reason
-        allocator.count()  # waits for the readings, which have the addresses
-    return place(addresses=allocator.addresses())
 
 
 def _scope(context: Context) -> Scope:

@@ -64,11 +64,17 @@ class Answers(msgspec.Struct, frozen=True):
 
 
 def preflight(
-    rank_map: RankMap, master_addr: str, device: Device, answers: Answers, *, python: bool = True
+    rank_map: RankMap,
+    master_addr: str,
+    device: Device,
+    answers: Answers,
+    *,
+    python: bool = True,
+    planned: bool = False,
 ) -> list[Check]:
     """Return all checks, in the order in which problems are best fixed; names: ``REQUIRED`` and ``SKIPPABLE``.
 
-    ``python``: the ranks need Python and torch.
+    ``python``: the ranks need Python and torch. ``planned``: the GPUs are not reserved, as a launch would do that.
     """
     checks = [_started(node.name, answers.failures.get(node.name)) for node in rank_map.nodes]
     if python:
@@ -82,7 +88,7 @@ def preflight(
     first = next(node.name for node in rank_map.nodes if node.node_rank == 0)
     checks += interface_checks(answers.facts, interfaces(master_addr, first, answers), device)
     if device == "cuda":
-        checks += gpu_checks(rank_map, answers.snapshot)
+        checks += gpu_checks(rank_map, answers.snapshot, planned=planned)
     return checks
 
 

@@ -12,8 +12,8 @@ from gpuboard.model.units import format_size
 OCCUPIED = 1024 * 2**20  # bytes of GPU memory: a driver and an idle context use less
 
 
-def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None) -> list[Check]:
-    """Return, for every GPU of the map, whether it still matches the lease (or the map)."""
+def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None, *, planned: bool = False) -> list[Check]:
+    """Return, for every GPU of the map, whether it still matches the lease (or the map); ``planned``: see below."""
     views = {view.name: view for view in (snapshot.nodes if snapshot else [])}
     checks = []
     for node in rank_map.nodes:
@@ -25,7 +25,7 @@ def gpu_checks(rank_map: RankMap, snapshot: Snapshot | None) -> list[Check]:
             checks.append(Check("GPU", node.name, "fail", "its GPUs could not be read", reason, remedy))
             continue
         for rank in ranks:
-            checks.append(gpu_check(rank, view, rank_map.lease, rank_map.job))
+            checks.append(gpu_check(rank, view, rank_map.lease, rank_map.job, planned=planned))
     return checks
 
 
@@ -36,8 +36,11 @@ def unread(view: NodeView | None) -> str:
     return clean(view.error or view.state) if view.state != "up" or (view.error is not None and not view.gpus) else ""
 
 
-def gpu_check(rank: Rank, view: NodeView, lease: str | None, job: str | None) -> Check:
-    """Return the check of one GPU. ``job``: it was read through a step of this Slurm job, which sees its GPUs only."""
+def gpu_check(rank: Rank, view: NodeView, lease: str | None, job: str | None, *, planned: bool = False) -> Check:
+    """Return the check of one GPU. ``job``: it was read through a step of this Slurm job, which sees its GPUs only.
+
+    ``planned``: without a lease, as a launch would reserve it.
+    """
 
     def check(status: CheckStatus, evidence: str, cause: str = "", remedy: str = "") -> Check:
         return Check("GPU", view.name, status, f"GPU {index} {evidence}", cause, remedy)
@@ -77,7 +80,7 @@ def gpu_check(rank: Rank, view: NodeView, lease: str | None, job: str | None) ->
         return check("fail", "runs processes of others", who, "talk to their owner, or allocate again")
     if lease is None and part.state != "free":
         return check("fail", f"is {part.state}", clean(part.reason), "choose another GPU, or wait")
-    if lease is None:
+    if lease is None and not planned:
         return check(
             "warn", "is not reserved", "others may take it during the run", "`gpuboard launch --n N` reserves GPUs"
         )
@@ -94,4 +97,6 @@ def gpu_check(rank: Rank, view: NodeView, lease: str | None, job: str | None) ->
         full = part.memory_total is not None and part.memory_used > part.memory_total // 2
         remedy = "if a run has just ended there, try again; else choose another GPU"
         return check("fail" if full else "warn", f"has {total} in use", "by no visible process", remedy)
+    if lease is None:
+        return check("ok", "is free")
     return check("ok", f"is held by {lease if job is not None else f'lease {lease}'}")
