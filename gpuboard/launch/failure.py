@@ -94,6 +94,7 @@ class FailureWatch:
         self._candidates: list[Cause] = []
         self._forwarded: set[int] = set()  # signals that the head has sent to the ranks
         self._last_error: dict[int, str] = {}
+        self._store_code: int | None = None  # exit code of the store, or the signal that ended it, negative
 
     # input
 
@@ -301,8 +302,8 @@ class FailureWatch:
         own = [c for c in self._candidates if c.symptom == "own"]
         first = (own or self._candidates)[0]
         waited = now - first.at >= self._timing.cause_wait_s
-        if first.kind == "signal" and first.rank is not None and self.exits[first.rank].signal == signal.SIGTERM:
-            # Slurm and a shutdown send SIGTERM to the ranks and to their supervisor, in any order.
+        if self._terminated(first):
+            # Slurm and a shutdown send SIGTERM to the ranks, the store and their supervisor, in any order.
             ends = [c for c in own if c.kind in {"node-stopped", "node-lost"}]
             return ends[0] if ends else first if self.emptied or waited else None
         if own:
@@ -310,6 +311,11 @@ class FailureWatch:
         if self.comparing and not self.emptied and now - first.at < _COMPARE_S:
             return None
         return self._among_effects() if self.finished or waited else None
+
+    def _terminated(self, cause: Cause) -> bool:
+        if cause.kind == "store-died":
+            return self._store_code == -signal.SIGTERM
+        return cause.kind == "signal" and cause.rank is not None and self.exits[cause.rank].signal == signal.SIGTERM
 
     def _among_effects(self) -> Cause:
         """Return the cause where every rank that failed blames another one, as far as it can be known."""
@@ -425,6 +431,7 @@ class FailureWatch:
         )
 
     def _on_store(self, event: events.Store, node: str, now: float) -> None:
+        self._store_code = event.code
         if event.state == "died" and self.stop_reason is None and not self.finished:
             how = "" if event.code is None else f": exit code {event.code}"
             if event.code is not None and event.code < 0:

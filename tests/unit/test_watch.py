@@ -325,6 +325,13 @@ def test_ranks_that_get_the_sigterm_of_their_node_first_are_not_the_root_cause(a
     assert failed.messages == ["gpu02: Slurm is ending job 7; its ranks are being stopped"]
 
 
+def test_a_store_that_gets_the_sigterm_of_its_node_first_is_not_the_root_cause() -> None:
+    failed = feed(watch(), Store("died", code=-15))
+    failed.event("gpu01", Stopping("Slurm is ending job 7"), 10.5)
+    failed.tick(10.5)
+    assert failed.messages == ["gpu01: Slurm is ending job 7; its ranks are being stopped"]
+
+
 def test_what_sigterm_ended_is_the_cause_when_all_nodes_are_empty() -> None:
     failed = feed(watch(), *(Exited(rank, signal=15) for rank in range(3)))
     failed.event("gpu01", NodeEnded(0), 10.1)
