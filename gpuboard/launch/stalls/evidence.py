@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gpuboard.agent.launch.rank.traceback_text import is_library
 from gpuboard.model.gpu import Count, Number
 from gpuboard.model.text import clean
 
-# Frames that are not the user's own code: installed packages, the standard library, generated code, gpuboard's.
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/|^<|^/dev/fd/")
 # Functions of torch.distributed that wait for other ranks before there is a collective
 _INIT = frozenset({"init_process_group", "rendezvous", "_create_c10d_store", "_store_based_barrier", "new_group"})
 _DATA = re.compile(r"torch/utils/data/dataloader\.py$")
@@ -118,7 +117,7 @@ def dataset_frame(stack: Sequence[StackFrame]) -> StackFrame | None:
 
 
 def _innermost_own(stack: Sequence[StackFrame]) -> StackFrame | None:
-    return next((frame for frame in stack if not _LIBRARY.search(frame.file)), None)
+    return next((frame for frame in stack if not is_library(frame.file)), None)
 
 
 def waits_in_init(stack: Sequence[StackFrame]) -> bool:
