@@ -232,13 +232,14 @@ class Run:
         if quiet:
             self.watch.quiet(1, 3.0, load, 3.0)
 
-    def follow(self, until: float, start: float = 3.0) -> float | None:
-        """Inspect whenever that is due; return the time of the first message."""
+    def follow(self, until: float, start: float = 3.0, took: float = 0.0) -> float | None:
+        """Inspect whenever that is due, which takes ``took`` seconds; return the time of the first message."""
         now = start
         while now < until:
             if self.watch.due(now):
+                begun, now = now, now + took
                 statuses = [status(0, self.watch.quiet_s(0, now)), status(1, self.watch.quiet_s(1, now))]
-                self.watch.inspected(statuses, [Inspection([self.waiting, self.suspect], self.load)], now)
+                self.watch.inspected(statuses, [Inspection([self.waiting, self.suspect], self.load)], now, begun)
                 if self.watch.messages:
                     return now
             now += 0.1
@@ -252,6 +253,12 @@ BUSY = seen(1, LOAD, group(11, 11), cpu=0.95)
 def test_an_idle_rank_is_reported_after_seven_seconds_also_on_a_busy_node() -> None:
     for load in (0.0, 8.0):
         assert Run(IDLE, quiet=True, load=load).follow(60) == pytest.approx(7.8, abs=0.8)
+
+
+@pytest.mark.parametrize("took", [0.0, 0.4, 0.9])
+def test_a_verdict_is_given_when_it_is_due_however_long_inspections_take(took: float) -> None:
+    assert Run(IDLE, quiet=True).follow(60, took=took) == pytest.approx(7.2, abs=0.3)
+    assert Run(BUSY, quiet=False).follow(60, took=took) == pytest.approx(7.4 + took, abs=0.5)
 
 
 def test_a_rank_that_was_idle_before_the_others_waited_for_it_is_reported_sooner() -> None:

@@ -48,6 +48,7 @@ class StallFollower:
         self._ranks = ranks
         self._watch = StallWatch(on_gpus=on_gpus)
         self._inspections = Inspections(supervisors, nodes)
+        self._begun = 0.0  # when the newest inspection was started, monotonic
         self._identity: object = None  # of the verdict that stands
         self._count = kept
         self._leaving: list[events.Leaving] = []
@@ -110,7 +111,7 @@ class StallFollower:
         self._ranks.comparing = False
         statuses = self._ranks.statuses(self._watch.quiet_s, now)
         if judge:
-            self._watch.inspected(statuses, found, now)
+            self._watch.inspected(statuses, found, now, self._begun)
         evidence = {one.rank: one for inspection in found for one in inspection.ranks}
         if sum(one.collectives is not None for one in evidence.values()) > 1:  # not after the end of the others
             self._ranks.difference = difference(statuses, evidence)
@@ -123,6 +124,7 @@ class StallFollower:
         nodes = self._ranks.running_nodes
         if nodes and not self._inspections.running:
             self._ranks.comparing = True
+            self._begun = time.monotonic()
             self._inspections.start(nodes)
         return self._inspections.running
 

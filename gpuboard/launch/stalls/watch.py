@@ -115,8 +115,11 @@ class StallWatch:
             self._next_on_gpus = now + self._gpu_s
         return now >= (self._look_at if self._quiet or self.report else self._next_on_gpus)
 
-    def inspected(self, statuses: Sequence[RankStatus], found: Sequence[Inspection], now: float) -> None:
-        """Evaluate an inspection of all nodes."""
+    def inspected(
+        self, statuses: Sequence[RankStatus], found: Sequence[Inspection], now: float, begun: float | None = None
+    ) -> None:
+        """Evaluate an inspection of all nodes; ``begun``: when it was started, None: just now."""
+        took_s = 0.0 if begun is None else max(0.0, now - begun)
         evidence = {one.rank: one for inspection in found for one in inspection.ranks}
         unseen = any(not status.ended and status.rank not in evidence for status in statuses)
         if unseen and (self.report is not None or not evidence):  # a node was too slow: neither progress nor its end
@@ -141,7 +144,7 @@ class StallWatch:
             waiting = [self._quiet[r] for r, one in activities.items() if one.waits and r in self._quiet]
             self._since = min(max(waiting, default=now), now)
             self._still_since = self._since
-            self._look_at = now + self._timing.again_s
+            self._look_at = max(now, now - took_s + self._timing.again_s)
         else:
             self._confirmed = True
             self._next_on_gpus = now + min(self._gpu_s, self._timing.again_s)
@@ -150,8 +153,11 @@ class StallWatch:
             self._suspects, self._still_since = stacks, now
         place = _place(stall, activities)
         waited = now - self._since
-        if not self._confirmed or waited < self._wanted(stall, place, now):
+        left = self._wanted(stall, place, now) - waited
+        if not self._confirmed or left > 0:
             self._interval = self._timing.again_s
+            if self._confirmed:  # the result of the last inspection is to arrive when the verdict is due
+                self._look_at = now + min(max(left - took_s, 0.0), self._timing.again_s)
             return
         groups = grouped(activities, stall)
         lines = picture(groups, activities)
@@ -166,17 +172,13 @@ class StallWatch:
             idle_s = timing.blocked_s if stall.kind == "stall-stopped" else timing.idle_s
             earlier = self._since - max((self._quiet.get(rank, now) for rank in stall.ranks), default=now)
             return max(timing.sure_s, idle_s - max(0.0, earlier), 2.0 * self._patience.get(place, 0.0))
-        if stall.importing:
-            wanted = timing.importing_s
-        elif self._preparing:
-            wanted = timing.slow_s
-        elif now - self._still_since >= timing.busy_s - 2 * timing.again_s:
-            wanted = timing.busy_s
-        else:
-            wanted = timing.slow_s
         # Where CPUs are scarce, the same work takes longer by the share that the rank does not get.
-        slowdown = min(max(1.0, self._load), 1.0 / stall.cpu, 4.0)
-        return max(wanted * max(1.0, slowdown), 2.0 * self._patience.get(place, 0.0))
+        slowdown = max(1.0, min(max(1.0, self._load), 1.0 / stall.cpu, 4.0))
+        wanted = (timing.importing_s if stall.importing else timing.slow_s) * slowdown
+        if not stall.importing and not self._preparing:  # sooner if its stack stays the same
+            still_s = self._still_since - self._since + timing.busy_s - 2 * timing.again_s
+            wanted = min(wanted, max(timing.busy_s * slowdown, still_s))
+        return max(wanted, 2.0 * self._patience.get(place, 0.0))
 
     def _say(self, report: StallReport, waited: float, now: float) -> None:
         first = self.report is None or self.report.identity != report.identity

@@ -14,6 +14,9 @@ QUIET_S = 3.0  # a rank without signs of activity for this long is reported
 # Share of a core that counts as activity: a rank that waits in a collective of gloo uses less than 1 %, one that
 # computes gets more even where eight processes compete for each core.
 _ACTIVE = 0.05
+# Bytes in an interval that do not count: a thread of torch that answers an inspection for the first time reads the list
+# of CPUs in /sys, "0-127\n"
+_FEW = 64
 _CHILDREN = 64  # processes below a rank, for example DataLoader workers
 
 
@@ -66,7 +69,8 @@ class Signs:
             if seen.cpu_s is None or elapsed > 3 * INTERVAL_S:  # first sample, or this process was suspended
                 seen.moved = max(seen.moved, now - INTERVAL_S)
             else:
-                seen.recent = ((cpu_s - seen.cpu_s) / elapsed, transferred - seen.transferred)
+                moved = transferred - seen.transferred
+                seen.recent = ((cpu_s - seen.cpu_s) / elapsed, moved if abs(moved) > _FEW else 0)
                 if seen.recent[0] > _ACTIVE or seen.recent[1]:
                     seen.moved = now
             seen.cpu_s, seen.transferred = cpu_s, transferred

@@ -1,0 +1,50 @@
+"""Signs of activity of a real process: what counts, and what a look at it causes itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from gpuboard.agent.launch.watch import signs
+from gpuboard.agent.launch.watch.signs import QUIET_S, Signs
+
+READER = """
+for line in open(0, "rb", 0):
+    open(line.decode().split()[0], "rb", 0).read(int(line.split()[1]))
+    print(flush=True)
+"""
+
+
+def test_the_few_bytes_that_an_inspection_causes_are_no_activity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of torch that answers for the first time reads the list of CPUs."""
+    now = [1000.0]
+    monkeypatch.setattr(signs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    events: list[object] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        watched = Signs(lambda _, data: events.append(data["quiet_s"] is not None))
+
+        def second(read: str = "/sys/devices/system/cpu/online 64") -> int:
+            """Let the process read; return the bytes that were seen to move."""
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(read.encode() + b"\n")
+            process.stdout.readline()
+            now[0] += 1.0
+            watched.sample()
+            return watched.recent(0)[1]
+
+        second()
+        watched.follow(0, process.pid)
+        for _ in range(int(QUIET_S) + 1):
+            assert second() == 0
+        assert events == [True]
+        assert second("/dev/zero 4096") > 4096
+        assert events == [True, False]
+        process.stdin.close()
