@@ -7,7 +7,7 @@ A row is a :class:`Place` (a GPU; key: its UUID), a NodeView (a node without kno
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -50,6 +50,14 @@ class NodeRow(msgspec.Struct, frozen=True):
     key: str
     node: NodeView
     shown: frozenset[str] | None  # UUIDs of the GPUs shown in this row; None: all
+    first: int = 0  # of the node's GPUs in this row, where they take several rows
+    last: int | None = None  # the one after them; None: all that follow
+    leads: bool = True  # whether it is the first of these rows
+
+    @property
+    def gpus(self) -> Sequence[GpuView]:
+        """The GPUs in this row."""
+        return self.node.gpus[self.first : self.last] if self.first or self.last is not None else self.node.gpus
 
 
 Row = Place | NodeView | Group

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
@@ -110,6 +112,31 @@ class History:
             ring.data[n % _SLOTS * _SAMPLE.size] if 0 <= n <= ring.last else _BYTE for n in range(first, self._count)
         ]
         return (None,) * (count - len(found)) + tuple(None if value == _BYTE else value for value in found)
+
+    def means(self, uuids: Sequence[str], bins: int) -> list[float | None]:
+        """Return the mean utilization of GPUs over the last minutes, oldest first; None where there is no sample.
+
+        Bins are SPAN_S / ``bins`` long and begin at multiples of that, so that a drawn line only shifts.
+        """
+        count = self._count
+        first = count % _SLOTS  # the oldest slot
+        times = self._times[first:] + self._times[:first]
+        bin_s = SPAN_S / bins
+        newest = times[-1] // bin_s
+        edges = [bisect_left(times, (newest + 1 - back) * bin_s) for back in range(bins, 0, -1)] + [_SLOTS]
+        sums, samples = [0] * bins, [0] * bins
+        for uuid in uuids:
+            ring = self._rings.get(uuid)
+            if ring is None:
+                continue
+            data = ring.data[:: _SAMPLE.size]
+            data = (data[first:] + data[:first])[: max(0, _SLOTS - (count - 1 - ring.last))]
+            for at in range(bins):
+                part = data[edges[at] : edges[at + 1]]
+                unknown = part.count(_BYTE)
+                sums[at] += sum(part) - _BYTE * unknown
+                samples[at] += len(part) - unknown
+        return [total / number if number else None for total, number in zip(sums, samples, strict=True)]
 
 
 def is_current(node: NodeView, gpu: GpuView) -> bool:

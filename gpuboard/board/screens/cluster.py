@@ -23,7 +23,7 @@ from gpuboard.board.gpu_actions import ActingScreen
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.screens.gpu import GpuPanel
 from gpuboard.board.text.cells import fit, width
-from gpuboard.board.text.format import FLAG_MARKS
+from gpuboard.board.text.format import FLAG_MARKS, flag_role
 from gpuboard.board.text.lines import wrapped
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.board.widgets.footer import Footer
@@ -84,7 +84,7 @@ class ClusterScreen(ActingScreen):
         yield Input(placeholder=_HINT, id="filter", compact=True, select_on_focus=False, disabled=True)
         yield Lines(id="wrong")
         with Horizontal(id="body"):
-            yield Picture(id="picture")
+            yield Picture(self.board.core.history, id="picture")
             yield SingleNode(self.board.core.history, id="single")
             yield GpuTable(self.board.core.history.utilization, id="table")
             yield GpuPanel(id="side")
@@ -231,7 +231,7 @@ class ClusterScreen(ActingScreen):
         for text, style in parts:
             runs += [(text, style), ("  ", "")]
         room = self.size.width - sum(width(text) for text, _ in runs)
-        marks = [(mark, "warn", flag) for flag, mark in FLAG_MARKS.items()]
+        marks = [(mark, flag_role(flag), flag) for flag, mark in FLAG_MARKS.items()]
         every = view.view == "picture"
         letters = [(letter, state, state) for state, letter in LETTERS.items() if every or state == "mig"]
         for sign, style, word in (*letters, *marks):

@@ -17,7 +17,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import BoardScreen
 from gpuboard.board.screens.runs import RunsScreen
 from gpuboard.board.text.detail.ranks import RANK_LETTERS
-from gpuboard.board.text.format import FLAG_MARKS
+from gpuboard.board.text.format import FLAG_MARKS, flag_role
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.board.widgets.footer import Footer
 
@@ -149,10 +149,8 @@ class HelpScreen(BoardScreen):
             lines.append(line.append(words, look.style("")))
         lines += [Text(), self._title("Flags")]
         for flag, words in FLAG_WORDS.items():
-            role = "bad" if flag in {"rogue", "disputed", "sick"} else "warn"
-            lines.append(
-                Text(f"  {FLAG_MARKS[flag]} {flag}".ljust(_KEYS), look.style(role)).append(words, look.style(""))
-            )
+            mark = Text(f"  {FLAG_MARKS[flag]} {flag}".ljust(_KEYS), look.style(flag_role(flag)))
+            lines.append(mark.append(words, look.style("")))
         return lines
 
     def _ranks(self) -> list[Text]:

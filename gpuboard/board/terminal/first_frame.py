@@ -23,8 +23,9 @@ from gpuboard.board.terminal.guard import Guard, is_utf8
 from gpuboard.board.text import single_node
 from gpuboard.board.text.ascii import to_ascii
 from gpuboard.board.text.cells import fit_runs
+from gpuboard.board.text.gpu_cell import Ink
 from gpuboard.board.text.gpu_row import with_devices
-from gpuboard.board.text.picture import Drawing, Focus, below, cells_of, columns_for, group_words, size_for
+from gpuboard.board.text.picture import Drawing, Focus, below, cells_of, columns_for, group_words, size_for, split
 from gpuboard.board.text.rows import (
     MARK_WIDTH,
     Cell,
@@ -97,7 +98,7 @@ def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
         if len(scene.snapshot.nodes) == 1:
             lines += body.single_node(core.history, rows - len(top) - _BELOW)
         else:
-            lines += body.picture(rows - len(top) - _BELOW)
+            lines += body.picture(core.history, rows - len(top) - _BELOW)
     lines = lines[:rows] + [[(" " * columns, base)]] * (rows - len(lines))
     system = _colors(core.env)
     drawn = (
@@ -148,21 +149,22 @@ class _Body(NamedTuple):
         rows = [line_of(row) for row in single_node.process_rows(places)]
         return [self._titles(titles, widths, width), *(self._row(row, titles, widths, width) for row in rows)]
 
-    def picture(self, rows: int) -> list[Styled]:
+    def picture(self, history: History, rows: int) -> list[Styled]:
         """Return the picture's lines."""
         items = arrange_nodes(self.scene, self.view)
         first = next((item for item in items if isinstance(item, NodeRow)), None)
         if first is None:
             return []
         shown = (gpu.uuid for gpu in first.node.gpus if first.shown is None or gpu.uuid in first.shown)
-        focus = Focus(first.key, next(shown, None))
+        focus = Focus(first.node.name, next(shown, None))
         width = self.columns - 2 * _EDGE
         size = size_for(self.scene, items, width, rows - 1)
-        titles = columns_for(items, size)
+        titles = columns_for(self.scene, items, size)
         widths = share(titles, width)
-        drawing = Drawing(self.scene, focus, self.look, size, titles[0].width)
+        named = {column.key: widths.get(index, 0) for index, column in enumerate(titles)}
+        drawing = Drawing(Ink(self.scene, history, self.look, size), focus, named)
         found = [self._titles(titles, widths, width)]
-        for item in items:
+        for item in split(items, size.each):
             if isinstance(item, NodeRow):
                 further = below(item, drawing) if size.wide else []
                 line = Line(cells_of(item, drawing), False, item.node.state != "up", below=tuple(further))

@@ -9,6 +9,7 @@ from functools import lru_cache
 from gpuboard.model.units import format_duration
 
 UNKNOWN = "?"
+PACK = 4  # cells per group: easier to count by eye
 _MAKERS = frozenset({"nvidia", "tesla", "geforce", "quadro", "graphics", "device", "generation", "corporation"})
 _PACKAGE = re.compile(r"(SXM\d?|HBM\d?e?)", re.IGNORECASE)  # a part of the name that only repeats the model
 FLAG_MARKS: Mapping[str, str] = {"rogue": "!", "disputed": "d", "overdue": "o", "sick": "+", "idle": "z"}  # worst first
@@ -48,6 +49,11 @@ def percent(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.0f}%"
 
 
-def flag_mark(flags: Sequence[str]) -> str:
-    """Return the mark of the worst flag, or a blank."""
-    return next((mark for flag, mark in FLAG_MARKS.items() if flag in flags), " ") if flags else " "
+def flag_mark(flags: Sequence[str]) -> tuple[str, str]:
+    """Return the mark of the worst flag, or a blank, and its role."""
+    return next(((mark, flag_role(flag)) for flag, mark in FLAG_MARKS.items() if flag in flags), (" ", "warn"))
+
+
+def flag_role(flag: str) -> str:
+    """Return the role of a flag, the same on every screen."""
+    return "bad" if flag in {"rogue", "disputed"} else "dim" if flag == "mig" else "warn"

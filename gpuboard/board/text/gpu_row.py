@@ -71,8 +71,7 @@ def state_runs(gpu: GpuView) -> Runs:
     if letter == MIG:
         free, total = units(gpu)
         word = f"{free}/{total} free" if gpu.mig else "no device"
-    mark = flag_mark(gpu.flags)
-    return ((letter, style), (mark, "bad"), (f" {word}", style))
+    return ((letter, style), flag_mark(gpu.flags), (f" {word}", style))
 
 
 def letter_of(gpu: GpuView) -> tuple[str, str]:

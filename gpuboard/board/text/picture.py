@@ -1,81 +1,96 @@
 """The rows of the picture, a cell per GPU, and the columns they need (pure).
 
-The cells of many nodes are a letter each. Where there is room, they are wide and of several lines: state and
-utilization, user, memory.
+The cells of many nodes are a letter each, with a curve of the whole node. Where there is room, they are wide and of
+several lines, and the GPUs of a large node take several rows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 from rich.style import Style
 
 from gpuboard.board.arrange import STATE_ORDER, Group, NodeRow, users_of
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.cells import fit, width
-from gpuboard.board.text.format import UNKNOWN, age, flag_mark, gib, pair, percent, short_model
-from gpuboard.board.text.gpu_row import letter_of, owner, units
-from gpuboard.board.text.plots import meter
+from gpuboard.board.text.cells import fit, fit_runs, width
+from gpuboard.board.text.format import PACK, UNKNOWN, age, flag_mark, pair, percent, short_model
+from gpuboard.board.text.gpu_cell import TALLEST, CellSize, Ink, first_line, further_lines, has_readings
+from gpuboard.board.text.gpu_row import letter_of, units
+from gpuboard.board.text.plots import curve, metered, per_cell
 from gpuboard.board.text.rows import GAP, Cell, Column, Runs
-from gpuboard.board.theme.styles import Look
 from gpuboard.model.snapshot import GpuView, NodeView
 
-PACK = 4  # cells per group: easier to count by eye
 _STATE, _FREE = 11, 5  # widths of columns
-_WIDE_LEAST, _WIDE_MOST = 8, 18  # of a cell with meters: a shorter one shows neither a user nor a level
-_TALLEST = 4  # the last line is blank
-_METER_LEAST = 4  # beside a value
-_VALUE = 4  # width of a value: 100%
+_SIZES = ((12, 4), (8, 2))  # (width, lines) that a wide cell has at least; where it can, it has the first
+_WIDEST = 40
+_METERS_FROM = 4  # lines of a row from which the host has meters
+_KEPT_BELOW = 8  # lines that rows of more than four lines leave free: tall rows are no use where nothing else fits
 _NAME_LEAST, _NAME_MOST = 6, 24
-_WORST = frozenset("!d")  # marks that call for action
+_BINS_MOST = 60  # of a node's curve: with 8,000 GPUs a sample lasts 5 s
 
 Item = NodeRow | Group
 
 
 class Focus(NamedTuple):
-    """The user's position in the picture: the row and GPU under the cursor, the marked GPUs."""
+    """The user's position in the picture: the node and GPU under the cursor, the marked GPUs."""
 
-    row: str | None = None  # key
+    node: str | None = None  # name
     uuid: str | None = None
     marks: Collection[str] = ()
-
-
-class CellSize(NamedTuple):
-    """The size of a GPU's cell: by default a letter and the mark of a flag."""
-
-    width: int = 2
-    lines: int = 1
-
-    @property
-    def wide(self) -> bool:
-        """Whether it has meters."""
-        return self.lines > 1
 
 
 class Drawing(NamedTuple):
     """What the drawing of a row depends on besides its node."""
 
-    scene: Scene
+    ink: Ink
     focus: Focus
-    look: Look
-    size: CellSize
-    name: int  # width of the column of names
+    widths: Mapping[str, int]  # of the columns, by key; 0 where there is no room for one
 
 
 def size_for(scene: Scene, items: Sequence[Item], columns: int, rows: int) -> CellSize:
     """Return the size of cells with which all rows fit, also without a filter.
 
-    Except for the headings of groups it depends on no reading, so that nothing jumps.
+    It depends on the number of rows and on whether there are readings at all, on no value, so that nothing jumps.
     """
     nodes = scene.snapshot.nodes
-    lines = min(_TALLEST, rows // max(1, len(nodes), len(items)))
-    if lines < 2:
+    if 2 * max(len(nodes), len(items)) > rows or not any(has_readings(gpu) for node in nodes for gpu in node.gpus):
         return CellSize()
     name, most = _extent(nodes)
-    room = columns - name - _STATE - _FREE - 3 * GAP - (most - 1) // PACK
-    return CellSize(min(room // most, _WIDE_MOST), lines) if room // most >= _WIDE_LEAST else CellSize()
+    room = columns - name - _STATE - _FREE - 3 * GAP
+    for least, lines_least in _SIZES:
+        for each in (most, *range((most - 1) // PACK * PACK, 0, -PACK)):
+            count = max(1, sum(_rows_of(node, each) for node in nodes), len(split(items, each)))
+            wide, lines = (room - (each - 1) // PACK) // each, rows // count
+            if lines > _METERS_FROM:
+                lines = max(_METERS_FROM, (rows - _KEPT_BELOW) // count)
+            if wide >= least and lines >= lines_least:
+                return CellSize(min(wide, _WIDEST), min(lines, TALLEST), each)
+    return CellSize()
+
+
+def _rows_of(node: NodeView, each: int) -> int:
+    return max(1, -(-len(node.gpus) // each))
+
+
+def split(items: Sequence[Item], each: int | None) -> Sequence[Item]:
+    """Return the rows with ``each`` GPUs of a node at most; those in which a filter leaves none are left out."""
+    if each is None or all(isinstance(item, Group) or len(item.node.gpus) <= each for item in items):
+        return items
+    found: list[Item] = []
+    for item in items:
+        if isinstance(item, Group) or len(item.node.gpus) <= each:
+            found.append(item)
+            continue
+        leads = True
+        for first in range(0, len(item.node.gpus), each):
+            part = msgspec.structs.replace(item, first=first, last=first + each, leads=leads)
+            if part.shown is None or any(gpu.uuid in part.shown for gpu in part.gpus):
+                found.append(part if leads else msgspec.structs.replace(part, key=f"{item.key}+{first}"))
+                leads = False
+    return found
 
 
 def _extent(nodes: Sequence[NodeView]) -> tuple[int, int]:
@@ -84,9 +99,10 @@ def _extent(nodes: Sequence[NodeView]) -> tuple[int, int]:
     return min(max(name, _NAME_LEAST), _NAME_MOST), max((len(node.gpus) for node in nodes), default=1) or 1
 
 
-def columns_for(items: Sequence[Item], size: CellSize) -> tuple[Column, ...]:
+def columns_for(scene: Scene, items: Sequence[Item], size: CellSize) -> tuple[Column, ...]:
     """Return the columns for these rows; their widths rarely change."""
     name, most = _extent([item.node for item in items if isinstance(item, NodeRow)])
+    most = min(most, size.each or most)
     indexes = (f"{i}" if size.wide else f"{i % 10}" for i in range(most))
     titles = "".join(f"{' ' if i and i % PACK == 0 else ''}{word:<{size.width}}" for i, word in enumerate(indexes))
     columns = (
@@ -95,38 +111,66 @@ def columns_for(items: Sequence[Item], size: CellSize) -> tuple[Column, ...]:
         Column("gpus", titles, size.width * most + (most - 1) // PACK),
         Column("free", "Free", _FREE, right=True),
     )
-    if size.wide:  # model, CPU and memory are below the name, users in the cells
+    if size.wide:  # model, CPU and memory are below the name, users and curves in the cells
         return columns
+    model, users = Column("model", "Model", 12, drop=2), Column("users", "Users", 0, weight=2, least=8)
+    if not any(_host_read(node) for node in scene.snapshot.nodes):
+        return (*columns, model, users)
     return (
         *columns,
-        Column("model", "Model", 12, drop=2),
-        Column("cpu", "CPU", 4, right=True, drop=3),
-        Column("memory", "Memory", 10, drop=4),
-        Column("users", "Users", 0, weight=1, least=8),
+        Column("utilization", "Util", 4, right=True, drop=3),
+        Column("trace", "5 min", 0, weight=1, least=8, drop=1),
+        model,
+        Column("cpu", "CPU", 4, right=True, drop=4),
+        Column("memory", "Memory", 10, drop=5),
+        users,
     )
 
 
+def _host_read(node: NodeView) -> bool:
+    return node.cpu_percent is not None or node.memory_total is not None
+
+
 def below(item: NodeRow, drawing: Drawing) -> list[Cell]:
-    """Return the further lines of a node's row: its model, CPU and memory; users and memory of its GPUs."""
-    node = item.node
-    memory = pair(node.memory_used, node.memory_total, 1)
-    left = [_model(node), f"CPU {percent(node.cpu_percent)} {memory}" if node.gpus else "", ""]
+    """Return the further lines of a node's row: its model, CPU and memory; those of its GPUs' cells."""
+    node, size = item.node, drawing.ink.size
     if not node.gpus:
         return []
+    room = drawing.widths["node"] + GAP + _STATE
+    left = _host(node, drawing, room) if item.leads else []
     lines = []
-    for number in range(1, drawing.size.lines):
-        words = fit(left[number - 1], drawing.name + GAP + _STATE) + " " * GAP
-        role = "unknown" if UNKNOWN in words else "dim"
-        lines.append(Cell(((words, role), *_gpus(item, drawing, number))))
-    if node.error:  # in place of the last line: it needs the room
+    for number, cells in enumerate(_gpus(item, drawing, head=False)):
+        words = left[number] if number < len(left) else ()
+        lines.append(Cell((*fit_runs(words, room, ""), (" " * GAP, ""), *cells)))
+    if node.error and item.leads:  # in place of the last line: it needs the room
         lines[-1] = Cell(f"  {_trouble(node)}", trouble_role(node))
-    return lines
+    return lines[: size.lines - 1]
+
+
+def _host(node: NodeView, drawing: Drawing, room: int) -> list[Runs]:
+    """Return what stands below a node's name: its model, CPU and memory."""
+    model: Runs = ((_model(node), "dim"),)
+    if not _host_read(node):
+        return [model, (("no readings", "dim"),)]
+    cpu, memory = percent(node.cpu_percent), pair(node.memory_used, node.memory_total, 1)
+    if drawing.ink.size.lines < _METERS_FROM:
+        words = f"CPU {cpu} {memory}"
+        return [model, ((words, "unknown" if UNKNOWN in words else "dim"),)]
+    glyphs = drawing.ink.look.glyphs
+    used = node.memory_used / node.memory_total if node.memory_used is not None and node.memory_total else None
+    parts = [] if node.cpu_percent is None else [("CPU ", node.cpu_percent / 100, f"{cpu:>4}")]
+    parts += [] if used is None else [("Mem ", used, memory)]
+    lines: list[Runs] = [((name, "dim"), *metered(part, words, room - 5, "dim", glyphs)) for name, part, words in parts]
+    return [model, *lines]
 
 
 def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
     """Return a node's row."""
-    node, scene, focus = item.node, drawing.scene, drawing.focus
-    name = Cell(node.name, "title" if focus.row == item.key else "")
+    node, (ink, focus, widths) = item.node, drawing
+    if not item.leads:
+        last = item.first + len(item.gpus) - 1
+        return (Cell(""), Cell(f"GPU {item.first}-{last}", "dim"), Cell(_gpus(item, drawing, head=True)[0]), Cell(""))
+    name = Cell(node.name, "title" if focus.node == node.name else "")
     connection = _connection(node)
     if not node.gpus:
         words = node.error or "no GPU found"
@@ -135,17 +179,32 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
     free, total = map(sum, zip(*(units(gpu) for gpu in shown), strict=True)) if shown else (0, 0)
     known = node.state == "up"
     count = Cell(f"{free if known else UNKNOWN}/{total}", ("free" if free else "dim") if known else "unknown")
-    head = (name, connection, Cell(_gpus(item, drawing, 0)), count)
-    if drawing.size.wide:
+    head = (name, connection, Cell(_gpus(item, drawing, head=True)[0]), count)
+    if ink.size.wide:
         return head
     if node.error:
         return (*head, Cell(_trouble(node), trouble_role(node), rest=True))
+    if "trace" not in widths:
+        return (*head, Cell(_model(node)), Cell(_users(shown, ink.scene)))
+    values = [gpu.utilization for gpu in node.gpus if gpu.utilization is not None]
     return (
         *head,
+        _maybe(percent(sum(values) / len(values) if values else None)),
+        Cell(_trace(node, ink, widths["trace"]), "busy" if node.state == "up" and any(values) else "dim"),
         Cell(_model(node)),
         _maybe(percent(node.cpu_percent)),
         _maybe(pair(node.memory_used, node.memory_total, 4)),
-        Cell(_users(shown, scene)),
+        Cell(_users(shown, ink.scene)),
+    )
+
+
+def _trace(node: NodeView, ink: Ink, cells: int) -> str:
+    """Return the mean utilization of a node's GPUs over the last minutes as a curve."""
+    bins = min(per_cell(ink.look.glyphs) * cells, _BINS_MOST)
+    return (
+        curve(ink.history.means([gpu.uuid for gpu in node.gpus], bins), 1, ink.look.glyphs, 0.0, 100.0)[0].rjust(cells)
+        if bins
+        else ""
     )
 
 
@@ -159,65 +218,30 @@ def _model(node: NodeView) -> str:
     return (models[0][0] if models else "") + (f" +{len(models) - 1}" if len(models) > 1 else "")
 
 
-def _gpus(item: NodeRow, drawing: Drawing, line: int) -> Runs:
-    """Return one line of the cells of a node's GPUs."""
-    _, focus, look, size, _ = drawing
-    runs: list[tuple[str, str | Style]] = []
-    for place, gpu in enumerate(item.node.gpus):
-        if place and place % PACK == 0:
-            runs.append((" ", ""))
-        if line == _TALLEST - 1:
-            continue  # blank, also under the cursor
-        if item.shown is not None and gpu.uuid not in item.shown:
-            text = letter_of(gpu)[0].lower() + flag_mark(gpu.flags) if not line else ""
-            runs.append((text.ljust(size.width), "dim"))
-            continue
+def _gpus(item: NodeRow, drawing: Drawing, *, head: bool) -> list[Runs]:
+    """Return the first line of the cells of a row's GPUs, or the further ones."""
+    ink, focus, _ = drawing
+    size, look = ink.size, ink.look
+    lines: list[list[tuple[str, str | Style]]] = [[] for _ in range(1 if head else size.lines - 1)]
+    for place, gpu in enumerate(item.gpus):
         marked = gpu.uuid in focus.marks
-        parts = _cell(gpu, drawing, line, marked=marked)
-        if gpu.uuid != focus.uuid and not marked:
-            runs += parts
-            continue
-        under = look.style("marked") if marked else Style()
         over = look.style("cursor") if gpu.uuid == focus.uuid else Style()
-        gap = parts.pop() if size.wide else None
-        runs += [(text, under + look.style(role) + over) for text, role in parts]
-        runs += [gap] if gap is not None else []
-    return tuple(runs)
-
-
-def _cell(gpu: GpuView, drawing: Drawing, line: int, *, marked: bool) -> list[tuple[str, str]]:
-    """Return one line of a GPU's cell, as texts with their roles; the last one is the gap of a wide cell."""
-    scene, _, look, size, _ = drawing
-    letter, state = letter_of(gpu)
-    mark = flag_mark(gpu.flags)
-    sign = [
-        (letter, state),
-        (look.glyphs.marked if marked and mark == " " else mark, "bad" if mark in _WORST else "warn"),
-    ]
-    if not size.wide:
-        return sign
-    gap, room = (" ", ""), size.width - 1
-    if line == 0:
-        words = percent(gpu.utilization)
-        part = None if gpu.utilization is None else gpu.utilization / 100
-        return [*sign, *_meter(part, words, room - 2, state, look), gap]
-    if line == 1:
-        users, role = owner(gpu, scene)
-        return [(fit(users, room), role), gap]
-    part = gpu.memory_used / gpu.memory_total if gpu.memory_used is not None and gpu.memory_total else None
-    return [*_meter(part, f"{gib(gpu.memory_used)}G", room, state, look), gap]
-
-
-def _meter(part: float | None, words: str, room: int, role: str, look: Look) -> list[tuple[str, str]]:
-    """Return a meter with its value where both fit into ``room``, else the meter alone."""
-    if part is None:
-        return [(UNKNOWN.ljust(room), "unknown")]
-    cells = room - _VALUE - 1
-    if cells < _METER_LEAST:
-        full, rest = meter(part, room, look.glyphs)
-        return [(full, role), (rest, "dim")]
-    full, rest = meter(part, cells, look.glyphs)
-    return [(full, role), (rest, "dim"), (f"{words:>{_VALUE + 1}}", "")]
+        if item.shown is not None and gpu.uuid not in item.shown:
+            text = letter_of(gpu)[0].lower() + flag_mark(gpu.flags)[0] if head else ""
+            cell = [[(text.ljust(size.width), "dim")]] * len(lines)
+        else:
+            cell = [first_line(gpu, ink, marked=marked)] if head else further_lines(gpu, ink)
+        for line, parts in zip(lines, cell, strict=True):
+            if place and place % PACK == 0:
+                line.append((" ", ""))
+            if gpu.uuid != focus.uuid and not marked:
+                line.extend(parts)
+                continue
+            under = look.style("marked") if marked else Style()
+            drawn = len(parts) - size.wide  # without the gap
+            line.extend((text, under + look.style(role) + over) for text, role in parts[:drawn])
+            line.extend(parts[drawn:])
+    return [tuple(line) for line in lines]
 
 
 def _users(gpus: Sequence[GpuView], scene: Scene) -> str:

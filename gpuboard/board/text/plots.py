@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median_low
 
+from gpuboard.board.text.format import UNKNOWN
 from gpuboard.board.theme.styles import Glyphs
 
 Values = Sequence[float | None]
@@ -69,6 +70,12 @@ def meter(part: float | None, cells: int, glyphs: Glyphs) -> tuple[str, str]:
         level = max(1, level)
     filled = full * (level // 2) + half * (level % 2)
     return filled, track * (cells - len(filled))
+
+
+def metered(part: float | None, words: str, cells: int, role: str, glyphs: Glyphs) -> tuple[tuple[str, str], ...]:
+    """Return a meter and, right of it, the words of its value, together ``cells`` wide."""
+    full, rest = meter(part, cells - len(words) - 1, glyphs)
+    return ((full, role), (rest, "dim"), (f" {words}", "unknown" if UNKNOWN in words else ""))
 
 
 def curve(values: Values, height: int, glyphs: Glyphs, low: float, high: float) -> list[str]:

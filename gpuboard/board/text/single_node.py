@@ -28,7 +28,7 @@ from gpuboard.board.text.gpu_row import (
 )
 from gpuboard.board.text.lines import wrapped
 from gpuboard.board.text.picture import group_words, trouble_role
-from gpuboard.board.text.plots import Values, history, meter
+from gpuboard.board.text.plots import Values, history, meter, metered
 from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import LETTERS, Glyphs
@@ -59,12 +59,9 @@ class Layout(NamedTuple):
     def meter(self, column: str, part: float | None, words: str, role: str = "") -> Cell:
         """Return a meter and the words of its value; the words alone where the column is too narrow for both."""
         size = self.widths.get(column, 0)
-        text = (words, "unknown" if UNKNOWN in words else "")
-        cells = size - len(words) - 1
-        if cells < _METER_LEAST:
-            return Cell(((" " * max(0, size - len(words)), ""), text))
-        full, rest = meter(part, cells, self.glyphs)
-        return Cell(((full, role), (rest, "dim"), (" ", ""), text))
+        if size - len(words) - 1 < _METER_LEAST:
+            return known(words.rjust(size))
+        return Cell(metered(part, words, size, role, self.glyphs))
 
     def trace(self, column: str, of: GpuView | MigView, height: int) -> list[str]:
         """Return the last minutes of a reading as ``height`` lines as wide as its column."""

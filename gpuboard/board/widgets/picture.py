@@ -11,10 +11,11 @@ from textual.binding import Binding, BindingType
 from textual.geometry import Offset
 
 from gpuboard.board.arrange import Group, NodeRow
+from gpuboard.board.history import History
 from gpuboard.board.scene import Scene
+from gpuboard.board.text.format import PACK
+from gpuboard.board.text.gpu_cell import CellSize, Ink
 from gpuboard.board.text.picture import (
-    PACK,
-    CellSize,
     Drawing,
     Focus,
     Item,
@@ -23,6 +24,7 @@ from gpuboard.board.text.picture import (
     columns_for,
     group_words,
     size_for,
+    split,
 )
 from gpuboard.board.text.rows import GAP
 from gpuboard.board.widgets.grid import HEADER, RIGHT, Cell, Grid, LazyRows, Row
@@ -46,8 +48,9 @@ class Picture(Grid):
         Binding("shift+right", "mark_right", "Select to the right", id="picture.mark-right", show=False),
     ]
 
-    def __init__(self, *, id: str | None = None) -> None:
+    def __init__(self, history: History, *, id: str | None = None) -> None:
         super().__init__((), marks=True, mark_column=False, id=id)
+        self._history = history
         self._uuid: str | None = None  # the GPU under the cursor
         self._wish: str | None = None  # the key the user put the cursor on
         self._column = 0  # position of that GPU in its row: up and down keep it
@@ -83,8 +86,8 @@ class Picture(Grid):
 
     def show(self, scene: Scene, items: Sequence[Item]) -> None:
         """Show rows of a scene as ``arrange_nodes`` makes them."""
-        self._scene, self._items = scene, items
-        self._lay_out()
+        self._scene = scene
+        self._items = items = self._lay_out(items)
         for key in (self._wish, self._uuid):
             if key is not None and (index := self._index_with(key)) is not None:
                 self._wanted = items[index].key
@@ -104,7 +107,7 @@ class Picture(Grid):
             return False
         if key.startswith("node:"):
             return key == f"node:{item.node.name}"
-        return any(gpu.uuid == key for gpu in item.node.gpus) if item.shown is None else key in item.shown
+        return (item.shown is None or key in item.shown) and any(gpu.uuid == key for gpu in item.gpus)
 
     def _reachable(self) -> list[tuple[int, str]]:
         """Return position and UUID of the GPUs shown in the cursor's row."""
@@ -228,12 +231,14 @@ class Picture(Grid):
 
     # Drawing
 
-    def _lay_out(self) -> None:
-        """Set the size of cells, and the columns, for the current rows."""
+    def _lay_out(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Set the size of cells, and the columns, for these rows; return them with large nodes split."""
         assert self._scene is not None  # rows come with their scene
-        self._cell_size = size_for(self._scene, self._items, self.scrollable_content_region.width, self._space_below)
-        self.set_columns(columns_for(self._items, self._cell_size))
-        self.set_tall(self._cell_size.lines)
+        size = size_for(self._scene, items, self.scrollable_content_region.width, self._space_below)
+        self._cell_size = size
+        self.set_columns(columns_for(self._scene, items, size))
+        self.set_tall(size.lines)
+        return split(items, size.each)
 
     def _row(self, item: Item) -> Row:
         if isinstance(item, Group):
@@ -249,9 +254,10 @@ class Picture(Grid):
 
     def _drawing(self) -> Drawing:
         assert self._scene is not None  # as above
-        row = self._items[self._at].key if self._at < len(self._items) else None
-        focus = Focus(row, self._uuid, self.marks)
-        return Drawing(self._scene, focus, self._look, self._cell_size, self.columns[0].width)
+        focus = Focus(self.node.name if self.node else None, self._uuid, self.marks)
+        widths = {column.key: self._widths.get(index, 0) for index, column in enumerate(self.columns)}
+        ink = Ink(self._scene, self._history, self._look, self._cell_size)
+        return Drawing(ink, focus, widths)
 
 
 def _shown(item: Item) -> list[tuple[int, str]]:
@@ -259,4 +265,4 @@ def _shown(item: Item) -> list[tuple[int, str]]:
     if isinstance(item, Group):
         return []
     shown = item.shown
-    return [(place, gpu.uuid) for place, gpu in enumerate(item.node.gpus) if shown is None or gpu.uuid in shown]
+    return [(place, gpu.uuid) for place, gpu in enumerate(item.gpus) if shown is None or gpu.uuid in shown]

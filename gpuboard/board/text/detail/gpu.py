@@ -12,7 +12,7 @@ from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import fit
 from gpuboard.board.text.detail.health import evidence
 from gpuboard.board.text.detail.topology import legend, matrix, neighbours
-from gpuboard.board.text.format import age
+from gpuboard.board.text.format import age, flag_role
 from gpuboard.board.text.lines import NAME, Runs, named, wrapped
 from gpuboard.board.text.plots import Values, plot, time_axis
 from gpuboard.board.theme.styles import LETTERS, Glyphs
@@ -61,9 +61,8 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
     state = f"{LETTERS.get(gpu.state, '?')} {gpu.state}"
     lines += named("State", f"{state}: {gpu.reason}", gpu.state, width)
     for flag in shown_flags(gpu):
-        role = "bad" if flag in {"rogue", "disputed"} else "dim" if flag == "mig" else "warn"
         words = "; ".join(gpu.sick) if flag == "sick" and gpu.sick else FLAG_WORDS.get(flag, "")
-        lines += named("", f"{flag}: {words}", role, width)
+        lines += named("", f"{flag}: {words}", flag_role(flag), width)
     for lease_id in gpu.leases:
         lease = next((one for one in scene.leases_on(gpu.uuid) if one.id == lease_id), None)
         words = lease_id if lease is None else f"{lease_id} of {lease.owner}, {format_duration(lease.remaining_s)} left"

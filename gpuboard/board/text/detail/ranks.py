@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from rich.style import Style
 
 from gpuboard.board.text.cells import fit_runs, width
-from gpuboard.board.text.format import UNKNOWN
+from gpuboard.board.text.format import PACK, UNKNOWN
 from gpuboard.board.text.lines import NAME, wrapped
 from gpuboard.board.text.rows import Runs
 from gpuboard.board.theme.styles import Look
@@ -46,7 +46,6 @@ _DOING = {
 T = TypeVar("T")
 Run = tuple[str, str | Style]
 _ENDED = frozenset({"failed", "done", "killed", "lost"})
-_PACK = 4  # cells per group: easier to count by eye
 _ROW = 16  # cells per row
 _GAP = 3  # between nodes that are side by side
 _NAME_MOST, _RANKS_MOST = 16, 9  # cells
@@ -109,7 +108,7 @@ def _nodes(view: RunView, found: Mapping[int, Mark], cells: int, most: int, look
     name = min(max(map(width, nodes)), _NAME_MOST)
     label = min(max(len(ranges(block.ranks)) for block in blocks), _RANKS_MOST)
     wide = max(len(block.ranks) for block in blocks)
-    size = name + 1 + label + 1 + 2 * wide + (wide - 1) // _PACK
+    size = name + 1 + label + 1 + 2 * wide + (wide - 1) // PACK
     columns = max(1, (cells - NAME + _GAP) // (size + _GAP))
     folded: list[_Block] = []
     if len(blocks) > columns * most:
@@ -138,7 +137,7 @@ def _parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
 def _cells(block: _Block, found: Mapping[int, Mark], look: Look) -> Runs:
     runs: list[Run] = []
     for place, rank in enumerate(block.ranks):
-        if place and place % _PACK == 0:
+        if place and place % PACK == 0:
             runs.append((" ", ""))
         runs += _cell(found[rank], look)
     return tuple(runs)

@@ -1,0 +1,119 @@
+"""A GPU's cell in the picture: a letter, or, where there is room, several lines with meters and a curve (pure)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gpuboard.board.history import History
+from gpuboard.board.scene import Scene
+from gpuboard.board.text.cells import fit
+from gpuboard.board.text.format import UNKNOWN, flag_mark, gib, percent
+from gpuboard.board.text.gpu_row import RED_HOT, letter_of, owner, units
+from gpuboard.board.text.plots import curve, meter, metered, per_cell
+from gpuboard.board.theme.styles import Look
+from gpuboard.model.snapshot import GpuView
+
+TALLEST = 8  # lines: utilization, user, memory, power and temperature, three of a curve, a blank one
+_POWER_FROM, _BLANK_FROM = 6, 5  # lines of a cell from which it has these
+_CURVE_FROM = 4
+_METER_LEAST = 4  # beside a value; a shorter one stands alone
+_TOTAL_FROM = 20  # cells from which memory stands beside its total
+_VALUE = 4  # width of a value: 100%
+
+Parts = list[tuple[str, str]]  # texts with their roles
+
+
+class CellSize(NamedTuple):
+    """The size of a GPU's cell: by default a letter and the mark of a flag."""
+
+    width: int = 2
+    lines: int = 1
+    each: int | None = None  # cells per row: a node with more GPUs takes several rows; None: all in one
+
+    @property
+    def wide(self) -> bool:
+        """Whether it has meters."""
+        return self.lines > 1
+
+
+class Ink(NamedTuple):
+    """What the drawing of a cell depends on besides its GPU."""
+
+    scene: Scene
+    history: History
+    look: Look
+    size: CellSize
+
+
+def has_readings(gpu: GpuView) -> bool:
+    """Return whether there is anything for meters: a GPU that only the scheduler reports has no readings."""
+    return gpu.utilization is not None or gpu.memory_used is not None
+
+
+def first_line(gpu: GpuView, ink: Ink, *, marked: bool) -> Parts:
+    """Return the letter with the mark, and the utilization; the last part of a wide cell is the gap after it."""
+    letter, state = letter_of(gpu)
+    mark, role = flag_mark(gpu.flags)
+    sign = [(letter, state), (ink.look.glyphs.marked if marked and mark == " " else mark, role)]
+    if not ink.size.wide:
+        return sign
+    room = ink.size.width - 3
+    if gpu.mig:
+        free, total = units(gpu)
+        return [*sign, (fit(f"{free}/{total} free", room), state), (" ", "")]
+    if not has_readings(gpu):
+        return [*sign, (" " * room, ""), (" ", "")]
+    part = None if gpu.utilization is None else gpu.utilization / 100
+    return [*sign, *_meter(part, percent(gpu.utilization), room, state, ink.look), (" ", "")]
+
+
+def further_lines(gpu: GpuView, ink: Ink) -> list[Parts]:
+    """Return the other lines of a wide cell, each with the gap after it as the last part."""
+    size, look, room = ink.size, ink.look, ink.size.width - 1
+    _, state = letter_of(gpu)
+    users, role = owner(gpu, ink.scene)
+    readable = has_readings(gpu)
+    lines: list[Parts] = [[(fit("" if users == UNKNOWN and not readable else users, room), role)]]
+    if readable:
+        lines += [_memory(gpu, room, state, look), *([_power(gpu, room, look)] if size.lines >= _POWER_FROM else [])]
+    height = size.lines - 4 - (size.lines >= _BLANK_FROM) - (size.lines >= _POWER_FROM) + 1
+    if readable and size.lines >= _CURVE_FROM:
+        values = ink.history.means((gpu.uuid,), room * per_cell(look.glyphs))
+        lines += [
+            [(text, "dim" if gpu.state == "free" else state)] for text in curve(values, height, look.glyphs, 0.0, 100.0)
+        ]
+    lines = lines[: size.lines - 1]
+    return [
+        *([*line, (" ", "")] for line in lines),
+        *([(" " * size.width, "")] for _ in range(size.lines - 1 - len(lines))),
+    ]
+
+
+def _memory(gpu: GpuView, room: int, state: str, look: Look) -> Parts:
+    part = gpu.memory_used / gpu.memory_total if gpu.memory_used is not None and gpu.memory_total else None
+    words = f"{gib(gpu.memory_used)}/{gib(gpu.memory_total)}G" if room >= _TOTAL_FROM else f"{gib(gpu.memory_used)}G"
+    return _meter(part, words, room, state, look)
+
+
+def _power(gpu: GpuView, room: int, look: Look) -> Parts:
+    """Return power with a meter to its limit, and the temperature."""
+    watts = UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W"
+    hot = gpu.temperature is not None and gpu.temperature >= RED_HOT
+    degrees = f"{UNKNOWN if gpu.temperature is None else f'{gpu.temperature}°C':>6}"
+    part = None if gpu.power is None or not gpu.power_limit else gpu.power / gpu.power_limit
+    left = room - len(degrees)
+    drawn: Parts = [(fit(watts, left), "dim")]
+    if part is not None and left - len(watts) > _METER_LEAST:
+        drawn = list(metered(part, f"{watts:>{_VALUE}}", left, "dim", look.glyphs))
+    return [*drawn, (degrees, "warn" if hot else "dim")]
+
+
+def _meter(part: float | None, words: str, room: int, role: str, look: Look) -> Parts:
+    """Return a meter with its value where both fit into ``room``, else the meter alone."""
+    if part is None:
+        return [(UNKNOWN.rjust(room), "unknown")]
+    words = f"{words:>{_VALUE}}"
+    if room - len(words) - 1 >= _METER_LEAST:
+        return list(metered(part, words, room, role, look.glyphs))
+    full, rest = meter(part, room, look.glyphs)
+    return [(full, role), (rest, "dim")]
