@@ -116,7 +116,8 @@ class History:
     def means(self, uuids: Sequence[str], bins: int) -> list[float | None]:
         """Return the mean utilization of GPUs over the last minutes, oldest first; None where there is no sample.
 
-        Bins are SPAN_S / ``bins`` long and begin at multiples of that, so that a drawn line only shifts.
+        Bins are SPAN_S / ``bins`` long and begin at multiples of that, so that a drawn line only shifts. A single bin
+        without a sample has the value before it: samples come unevenly.
         """
         count = self._count
         first = count % _SLOTS  # the oldest slot
@@ -136,7 +137,11 @@ class History:
                 unknown = part.count(_BYTE)
                 sums[at] += sum(part) - _BYTE * unknown
                 samples[at] += len(part) - unknown
-        return [total / number if number else None for total, number in zip(sums, samples, strict=True)]
+        found = [total / number if number else None for total, number in zip(sums, samples, strict=True)]
+        for at in range(1, bins - 1):
+            if found[at] is None and samples[at - 1] and samples[at + 1]:
+                found[at] = found[at - 1]
+        return found
 
 
 def is_current(node: NodeView, gpu: GpuView) -> bool:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.cells import cell_len
 from textual.pilot import Pilot
@@ -22,6 +23,7 @@ from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.picture import Picture
 from gpuboard.board.widgets.table import GpuTable
+from gpuboard.model.snapshot import JobView
 from tests.board.lab import drag, screen, settle
 from tests.board.made import GIB, HOSTILE, awaited, busy, gpu, lease, mig, next_scene, node, scene, still, unread
 
@@ -54,6 +56,9 @@ def lab(**changes: Any) -> Scene:
     )
 
 
+LETTERS = (120, 16)  # too few lines for wide cells
+
+
 @asynccontextmanager
 async def opened(
     folder: Path, first: Scene | None = None, size: tuple[int, int] = (120, 40)
@@ -76,7 +81,7 @@ def status(app: BoardApp) -> str:
 
 
 async def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (_, shown, _):
+    async with opened(tmp_path, size=LETTERS) as (_, shown, _):
         assert [line[:61].rstrip() for line in lines(shown.grid)] == [
             "gpu1   up          B B!RzF  X                            1/5",
             "gpu2   up          F F                                   2/2",
@@ -85,7 +90,9 @@ async def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
             "gpu5   unreachable ssh: no route to host",
             "gpu10  up          F+                                    1/1",
         ]
-        assert lines(shown.grid)[0].split()[-7:] == ["H100", "80GB", "12%", "97/512G", "alice", "2,", "bob"]
+        assert lines(shown.grid)[0].split()[-8:] == [
+            "36%", "H100", "80GB", "12%", "97/512G", "alice", "2,", "bob",
+        ]  # fmt: skip
         assert lines(shown.grid)[3].endswith("no reading for 12 s")
 
 
@@ -125,8 +132,11 @@ async def test_what_is_unknown_is_never_blank_nor_zero(tmp_path: Path) -> None:
     )  # fmt: skip
     bare = node("gpu1", [nothing], age_s=None, cpu_percent=None, memory_used=None, memory_total=None)
     async with opened(tmp_path, scene(bare, unread("gpu2"))) as (_, shown, pilot):
-        drawn = [line.split() for line in lines(shown.grid)[:3]]
-        assert drawn == [["gpu1", "up", "?", "?", "0/1"], ["H100", "80GB", "?"], ["CPU", "?", "?/?G", "?"]]
+        drawn = [line.split() for line in lines(shown.grid)]
+        assert drawn == [
+            ["gpu1", "up", "?", "0/1", "H100", "80GB"],
+            ["gpu2", "unreachable", "ssh:", "no", "answer", "in", "5", "s"],
+        ]
         await pilot.press("t")
         line, _ = lines(shown.grid)
         assert line.split() == [
@@ -140,16 +150,17 @@ async def test_few_nodes_have_cells_with_meters_and_users(tmp_path: Path) -> Non
                 unread("gpu3", "ssh: no route to host"))  # fmt: skip
     async with opened(tmp_path, few, (100, 24)) as (_, shown, pilot):
         drawn = lines(shown.grid)
-        assert [line.split()[:2] for line in drawn[:3]] == [["gpu1", "up"], ["H100", "80GB"], ["CPU", "12%"]]
-        assert drawn[0].split("B!")[1].split() == ["━━━━━━━━━─", "90%", "F", "──────────", "0%", "M", "?", "2/4"]
+        assert [line.split()[:2] for line in drawn[:3]] == [["gpu1", "up"], ["H100", "80GB"], ["CPU", "━───────"]]
+        assert drawn[0].split("B!")[1].split()[:-3] == ["━" * 14 + "╸─", "90%", "F", "─" * 16, "0%", "M"]
         assert drawn[1].split()[2:] == ["alice", "-", "-"]
-        assert drawn[2].split()[3:] == ["━━━━━━━━━───", "60G", "────────────", "0G", "────────────", "0G"]
+        assert drawn[2].split()[3:] == ["━━━━━━━━━━━━────", "60/80G", "─" * 17, "0/80G", "─" * 17, "0/80G"]
+        assert drawn[3].split() == ["Mem", "━╸──────", "97/512G"]
         assert drawn[-1].split(None, 2)[2] == "ssh: no route to host"
         assert drawn[-2].strip() == "no reading for 12 s"
         left = len(" gpu1   up          ")
-        await pilot.click(Picture, offset=(left + 18 + 3, 2))  # the second line of GPU 1
+        await pilot.click(Picture, offset=(left + 24 + 3, 2))  # the second line of GPU 1
         assert shown.cursor_uuid == "GPU-gpu1-1"
-        await drag(pilot, shown.grid, (left, 1), (left + 18, 2), (left + 20, 3))
+        await drag(pilot, shown.grid, (left, 1), (left + 24, 2), (left + 26, 3))
         assert shown.targets() == ["GPU-gpu1-0", "GPU-gpu1-1"]
         await pilot.press("escape", "down")
         assert shown.cursor_node == "gpu2"
@@ -159,8 +170,38 @@ async def test_few_nodes_have_cells_with_meters_and_users(tmp_path: Path) -> Non
         await settle(pilot, lambda: len(lines(shown.grid)) == 1)
 
 
+async def test_a_large_node_takes_several_rows_of_wide_cells(tmp_path: Path) -> None:
+    large = node("gpu1", [busy("gpu1", index) if index in {3, 12} else gpu("gpu1", index) for index in range(16)])
+    async with opened(tmp_path, scene(large, node("gpu2", [gpu("gpu2", 0)])), (120, 34)) as (_, shown, pilot):
+        starts = [line.split()[:3] for line in lines(shown.grid) if "━" in line or "──" in line]
+        assert [start for start in starts if start[0] in {"gpu1", "GPU", "gpu2"}] == [
+            ["gpu1", "up", "F"], ["GPU", "8-15", "F"], ["gpu2", "up", "F"],
+        ]  # fmt: skip
+        visited = []
+        for key in ("right", "down", "right", "down", "up", "up"):
+            await pilot.press(key)
+            visited.append(shown.cursor_uuid)
+        assert visited == [f"GPU-gpu{place}" for place in ("1-1", "1-9", "1-10", "2-0", "1-10", "1-2")]
+        await pilot.press("slash", *"state:busy", "enter")
+        assert [shown.cursor_uuid, shown.grid.index_of("node:gpu1+8")] == ["GPU-gpu1-3", 1]
+        await pilot.press("slash", *" mem>90", "enter")
+        assert lines(shown.grid)[0].strip() == "No GPU matches the filter."
+
+
+async def test_cells_without_readings_have_a_letter_and_a_user(tmp_path: Path) -> None:
+    nothing: dict[str, Any] = {"memory_used": None, "utilization": None, "power": None, "processes": None}
+    job = JobView(id="7", user="bob", partition="gpu", until=None)
+    bare = node("gpu2", [gpu("gpu2", 0, "allocated", jobs=[job], **nothing), gpu("gpu2", 1, **nothing)],
+                cpu_percent=None, memory_total=None)  # fmt: skip
+    async with opened(tmp_path, scene(bare, node("gpu1", [gpu("gpu1", 0)])), (100, 24)) as (app, shown, pilot):
+        drawn = [line.split() for line in lines(shown.grid) if "gpu1" not in line][-3:]
+        assert drawn == [["gpu2", "up", "A", "F", "1/2"], ["H100", "80GB", "bob"], ["no", "readings"]]
+        await next_scene(app, pilot, scene(bare, msgspec.structs.replace(bare, name="gpu3")))
+        assert [line.split()[:4] for line in lines(shown.grid)] == [[name, "up", "A", "F"] for name in ("gpu2", "gpu3")]
+
+
 async def test_arrows_walk_over_gpus_and_keep_their_column(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (_, shown, pilot):
+    async with opened(tmp_path, size=LETTERS) as (_, shown, pilot):
         visited = [shown.cursor_uuid]
         for key in (
             "right",
@@ -252,7 +293,7 @@ async def test_the_selection_survives_sort_filter_group_and_what_vanishes(tmp_pa
 
 
 async def test_the_filter_looks_through_what_is_typed(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with opened(tmp_path, size=LETTERS) as (app, shown, pilot):
         await pilot.press("slash", *"user:carol")
         await pilot.pause()
         assert [line[:29] for line in lines(shown.grid)] == ["gpu1   up          b B!rzf  x"]
@@ -327,7 +368,7 @@ async def test_headers_and_keys_sort(tmp_path: Path, view: str) -> None:
 
 
 async def test_groups_have_headings_and_count(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (_, shown, pilot):
+    async with opened(tmp_path, size=LETTERS) as (_, shown, pilot):
         await pilot.press("g", "g", "g")
         assert shown.view.group == "user"
         assert [line[:50].rstrip() for line in lines(shown.grid)][:6] == [

@@ -9,11 +9,11 @@ from gpuboard.board.screens.gpu import GpuScreen
 from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.widgets.picture import Picture
 from tests.board.lab import drag, settle
-from tests.board.test_cluster import opened, status
+from tests.board.test_cluster import LETTERS, opened, status
 
 
 async def test_dragging_over_the_picture_selects_a_block_of_gpus(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with opened(tmp_path, size=LETTERS) as (app, shown, pilot):
         left = len(" gpu1   up          ")
         grid = shown.grid
         await drag(pilot, grid, (left + 2, 1), (left + 4, 1), (left + 4, 2))  # GPU 1 of gpu1, 2 of gpu2, which has none
@@ -44,7 +44,7 @@ async def test_dragging_over_the_table_selects_rows(tmp_path: Path) -> None:
 
 
 async def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with opened(tmp_path, size=LETTERS) as (app, shown, pilot):
         left = len(" gpu1   up          ")
         await pilot.click(Picture, offset=(left + 2 * 4 + 1, 1))  # beyond the gap after four
         assert shown.cursor_uuid == "GPU-gpu1-4"

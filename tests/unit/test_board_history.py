@@ -116,3 +116,22 @@ def test_what_went_in_comes_out(values: list[int | None], start: int) -> None:
         history.add(shot(node("n", [one(utilization=value)])), float(start + second))
     assert history.of("GPU-n-0").utilization == tuple(values)
     assert history.utilization("GPU-n-0", len(values)) == tuple(values)
+
+
+def test_means_are_of_several_gpus_in_bins_that_shift() -> None:
+    history = History()
+    for second in range(0, 340, 2):
+        values = [40 if second < 320 else None, 80] if second >= 240 else [0, 20]
+        history.add(shot(node("n", [gpu("n", k, utilization=value) for k, value in enumerate(values)])), float(second))
+    assert history.means(["GPU-n-0", "GPU-n-1", "GPU-x"], 15) == [10.0] * 10 + [60.0] * 4 + [80.0]
+    assert history.means(["GPU-n-0"], 15)[-1] is None
+    assert history.means(["GPU-x"], 3) == [None] * 3
+
+
+def test_a_single_bin_without_a_sample_is_bridged_and_a_vanished_gpu_is_a_gap() -> None:
+    history = History()
+    for second in (0, 40, 60, 80, 200, 280, 299):
+        gpus = [gpu("n", 0, utilization=second)] if second < 200 else []
+        history.add(shot(node("n", [*gpus, gpu("n", 1, utilization=1)])), float(second))
+    assert history.means(["GPU-n-0"], 15) == [0, 0, 40, 60, 80, *[None] * 10]
+    assert history.means(["GPU-n-1"], 15)[9:] == [None, 1, None, None, None, 1]

@@ -24,8 +24,8 @@ from gpuboard.board.text.rows import GAP, Cell, Column, Runs
 from gpuboard.model.snapshot import GpuView, NodeView
 
 _STATE, _FREE = 11, 5  # widths of columns
-_SIZES = ((12, 4), (8, 2))  # (width, lines) that a wide cell has at least; where it can, it has the first
-_WIDEST = 40
+_EACH = 8  # GPUs in a row where more would be narrow
+_LEAST, _ROOMY, _WIDEST = 8, 12, 40  # widths of wide cells: at least; with room for values; at most
 _METERS_FROM = 4  # lines of a row from which the host has meters
 _KEPT_BELOW = 8  # lines that rows of more than four lines leave free: tall rows are no use where nothing else fits
 _NAME_LEAST, _NAME_MOST = 6, 24
@@ -60,14 +60,13 @@ def size_for(scene: Scene, items: Sequence[Item], columns: int, rows: int) -> Ce
         return CellSize()
     name, most = _extent(nodes)
     room = columns - name - _STATE - _FREE - 3 * GAP
-    for least, lines_least in _SIZES:
-        for each in (most, *range((most - 1) // PACK * PACK, 0, -PACK)):
-            count = max(1, sum(_rows_of(node, each) for node in nodes), len(split(items, each)))
-            wide, lines = (room - (each - 1) // PACK) // each, rows // count
-            if lines > _METERS_FROM:
-                lines = max(_METERS_FROM, (rows - _KEPT_BELOW) // count)
-            if wide >= least and lines >= lines_least:
-                return CellSize(min(wide, _WIDEST), min(lines, TALLEST), each)
+    for each in dict.fromkeys((most, min(most, _EACH), min(most, PACK))):
+        count = max(1, sum(_rows_of(node, each) for node in nodes), len(split(items, each)))
+        wide, lines = (room - (each - 1) // PACK) // each, rows // count
+        if lines > _METERS_FROM:
+            lines = max(_METERS_FROM, (rows - _KEPT_BELOW) // count)
+        if lines > 1 and wide >= (_LEAST if each <= _EACH else _ROOMY):
+            return CellSize(min(wide, _WIDEST), min(lines, TALLEST), each)
     return CellSize()
 
 

@@ -54,7 +54,8 @@ class Picture(Grid):
         self._uuid: str | None = None  # the GPU under the cursor
         self._wish: str | None = None  # the key the user put the cursor on
         self._column = 0  # position of that GPU in its row: up and down keep it
-        self._items: Sequence[Item] = ()
+        self._items: Sequence[Item] = ()  # large nodes are split
+        self._whole: Sequence[Item] = ()
         self._scene: Scene | None = None
         self._cell_size = CellSize()
 
@@ -86,13 +87,19 @@ class Picture(Grid):
 
     def show(self, scene: Scene, items: Sequence[Item]) -> None:
         """Show rows of a scene as ``arrange_nodes`` makes them."""
-        self._scene = scene
+        self._scene, self._whole = scene, items
         self._items = items = self._lay_out(items)
         for key in (self._wish, self._uuid):
             if key is not None and (index := self._index_with(key)) is not None:
                 self._wanted = items[index].key
                 break
         self.set_rows(LazyRows(items, lambda item: item.key, self._row))
+
+    def on_resize(self) -> None:
+        """Choose the size of cells for the new size."""
+        super().on_resize()
+        if self._scene is not None:
+            self.show(self._scene, self._whole)
 
     # Positions of GPUs
 
