@@ -21,6 +21,10 @@ VIEWS = ("picture", "table")
 GROUPS = ("none", "node", "model", "user", "state")
 STATE_ORDER: tuple[GpuState, ...] = ("free", "reserved", "allocated", "busy", "occupied", "mig", "unknown", "broken")
 NOBODY = "no one"
+PANES = ("auto", "right", "below", "hidden")
+_RIGHT_FROM, _BELOW_FROM = 150, 44  # columns and lines from which the detail pane is there by itself
+_BESIDE = 96  # columns that stay for the rows beside it
+_PANE_WIDEST, _PANE_LEAST, _PANE_TALLEST = 64, 6, 18
 
 Matches = Callable[[NodeView, GpuView | None, Scene], bool]
 
@@ -33,6 +37,7 @@ class ViewState(msgspec.Struct, frozen=True):
     reverse: bool = False
     group: str = "none"  # one of GROUPS
     filter: str = ""  # query.py's language
+    pane: str = "auto"  # where the cursor's GPU is shown in detail: one of PANES
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -61,6 +66,16 @@ class NodeRow(msgspec.Struct, frozen=True):
 
 
 Row = Place | NodeView | Group
+
+
+def pane_of(view: ViewState, columns: int, lines: int) -> tuple[str, int]:
+    """Return where the detail pane is on a terminal of that size, one of PANES but "auto", and its columns or lines."""
+    place = view.pane
+    if place == "auto":
+        place = "right" if columns >= _RIGHT_FROM else "below" if lines >= _BELOW_FROM else "hidden"
+    if place == "right" and columns >= _RIGHT_FROM:
+        return place, min(columns - _BESIDE, _PANE_WIDEST)
+    return ("hidden", 0) if place == "hidden" else ("below", max(_PANE_LEAST, min(lines // 3, _PANE_TALLEST)))
 
 
 def key_of(row: Row) -> str:

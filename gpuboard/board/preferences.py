@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from gpuboard import files, paths
-from gpuboard.board.arrange import GROUPS, SORTS, VIEWS, ViewState
+from gpuboard.board.arrange import GROUPS, PANES, SORTS, VIEWS, ViewState
 from gpuboard.board.filter.query import TEXT_MAX
 
 _SIZE = 64 * 1024  # bytes; we never write more
@@ -43,6 +43,7 @@ def load(env: Mapping[str, str]) -> tuple[Preferences, str | None]:
     if (
         view.view not in VIEWS
         or view.group not in GROUPS
+        or view.pane not in PANES
         or view.sort not in {"", *SORTS}
         or len(view.filter) > TEXT_MAX
     ):

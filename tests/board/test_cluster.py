@@ -150,11 +150,11 @@ async def test_few_nodes_have_cells_with_meters_and_users(tmp_path: Path) -> Non
                 unread("gpu3", "ssh: no route to host"))  # fmt: skip
     async with opened(tmp_path, few, (100, 24)) as (_, shown, pilot):
         drawn = lines(shown.grid)
-        assert [line.split()[:2] for line in drawn[:3]] == [["gpu1", "up"], ["H100", "80GB"], ["CPU", "━───────"]]
+        assert [line.split()[:2] for line in drawn[:3]] == [["gpu1", "up"], ["H100", "80GB"], ["CPU", "╸────"]]
         assert drawn[0].split("B!")[1].split()[:-3] == ["━" * 14 + "╸─", "90%", "F", "─" * 16, "0%", "M"]
         assert drawn[1].split()[2:] == ["alice", "-", "-"]
         assert drawn[2].split()[3:] == ["━━━━━━━━━━━━────", "60/80G", "─" * 17, "0/80G", "─" * 17, "0/80G"]
-        assert drawn[3].split() == ["Mem", "━╸──────", "97/512G"]
+        assert drawn[3].split() == ["Mem", "━────", "97/512G"]
         assert drawn[-1].split(None, 2)[2] == "ssh: no route to host"
         assert drawn[-2].strip() == "no reading for 12 s"
         left = len(" gpu1   up          ")
@@ -428,6 +428,29 @@ async def test_a_wide_terminal_shows_the_cursors_gpu_beside(tmp_path: Path) -> N
         await settle(pilot, lambda: "GPU-gpu1" not in screen(app))
         assert len(screen(app).splitlines()[0]) <= 80
         assert "free" in screen(app).splitlines()[0] or "/" in screen(app).splitlines()[0]
+
+
+async def test_a_key_moves_hides_and_shows_the_detail_pane_for_the_next_start_too(tmp_path: Path) -> None:
+    async with opened(tmp_path, size=(200, 60)) as (app, shown, pilot):
+        pane = shown.query_one(GpuPanel)
+        assert (pane.region.x, pane.size.height) == (200 - 64, shown.grid.size.height)
+        await pilot.press("p")
+        await settle(pilot, lambda: pane.region.y > shown.grid.region.bottom - 1 and "GPU-gpu1-0" in screen(app))
+        assert (shown.grid.size.width, shown.grid.cursor) == (198, "GPU-gpu1-0")
+        await pilot.press("p")
+        await settle(pilot, lambda: not pane.display)
+        await pilot.press("q")
+    async with opened(tmp_path, size=(200, 60)) as (app, shown, pilot):
+        pane = shown.query_one(GpuPanel)
+        assert not pane.display
+        await pilot.press("p")
+        await settle(pilot, lambda: pane.display and pane.region.x > 100)
+        await pilot.resize_terminal(149, 40)  # no room beside the rows
+        await settle(pilot, lambda: pane.region.y > shown.grid.region.bottom - 1)
+        await pilot.press("p")
+        await settle(pilot, lambda: not pane.display)
+        await pilot.press("p")
+        await settle(pilot, lambda: pane.display and shown.view.pane == "below")
 
 
 async def test_an_empty_inventory_shows_what_to_do(tmp_path: Path) -> None:

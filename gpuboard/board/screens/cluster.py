@@ -17,7 +17,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widgets import Input
 
-from gpuboard.board.arrange import GROUPS, SORTS, NodeRow, ViewState, arrange, arrange_nodes, natural
+from gpuboard.board.arrange import GROUPS, SORTS, NodeRow, ViewState, arrange, arrange_nodes, natural, pane_of
 from gpuboard.board.filter.query import Query, QueryError, parse
 from gpuboard.board.gpu_actions import ActingScreen
 from gpuboard.board.scene import Place, Scene
@@ -50,13 +50,13 @@ class ClusterScreen(ActingScreen):
     TITLE_WORDS = "Cluster"
     NOTICE = False
     AUTO_FOCUS = ""  # on_mount gives the focus to the rows
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (160, "-rich")]  # noqa: RUF012  # textual's own type
     DEFAULT_CSS = """
     ClusterScreen #filter { display: none; height: 1; border: none; padding: 0 1; }
     ClusterScreen #filter.-open { display: block; }
     ClusterScreen #body { height: 1fr; }
-    ClusterScreen #side { display: none; width: 64; }
-    ClusterScreen.-rich #side { display: block; }
+    ClusterScreen #side { scrollbar-size-vertical: 1; }
+    ClusterScreen.-below #body { layout: vertical; }
+    ClusterScreen.-below #side { border-top: solid $panel; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", id="cluster.filter"),
@@ -65,6 +65,7 @@ class ClusterScreen(ActingScreen):
         Binding("S", "reverse", "Reverse order", id="cluster.reverse", show=False),
         Binding("g", "group", "Group", id="cluster.group"),
         Binding("n", "node", "Node", id="cluster.node", show=False),
+        Binding("p", "pane", "Detail pane", id="cluster.pane", show=False),
         Binding("escape", "clear", "Clear filter/selection", id="cluster.clear", show=False),
         Binding("down", "rows", "To the rows", id="cluster.rows", show=False),
     ]
@@ -179,7 +180,8 @@ class ClusterScreen(ActingScreen):
         self._show_status()
 
     def on_resize(self) -> None:
-        """Redraw what depends on the width."""
+        """Redraw what depends on the size."""
+        self._place_pane()
         if self.query_one("#wrong", Lines).display:
             self._filter_by(self.query_one("#filter", Input).value)
         self.call_after_refresh(self.on_screen_resume)  # with the scene that is the newest then
@@ -201,6 +203,23 @@ class ClusterScreen(ActingScreen):
         if self.grid.cursor != key and self._query:
             self._close_filter()
             self.grid.cursor = key
+
+    def _place_pane(self) -> None:
+        """Put the detail pane where it is wanted."""
+        place, size = pane_of(self.view, *self.size)
+        side = self.query_one("#side", GpuPanel)
+        self.set_class(place == "below", "-below")
+        side.display = place != "hidden"
+        side.styles.width = size if place == "right" else "1fr"
+        side.styles.height = size if place == "below" else "1fr"
+
+    def action_pane(self) -> None:
+        """Move the detail pane from the right to below the rows, hide it, show it again."""
+        place, _ = pane_of(self.view, *self.size)
+        beside, _ = pane_of(msgspec.structs.replace(self.view, pane="right"), *self.size)
+        after = [*dict.fromkeys((beside, "below", "hidden")), beside]  # on a narrow terminal there is no room beside
+        self._change(pane=after[after.index(place) + 1])
+        self._place_pane()
 
     def _show_side(self) -> None:
         side = self.query_one("#side", GpuPanel)

@@ -15,7 +15,7 @@ from rich.color import Color, ColorParseError, ColorSystem
 from rich.style import Style
 
 from gpuboard.board import preferences
-from gpuboard.board.arrange import NodeRow, ViewState, arrange, arrange_nodes
+from gpuboard.board.arrange import NodeRow, ViewState, arrange, arrange_nodes, pane_of
 from gpuboard.board.core import Core
 from gpuboard.board.history import History
 from gpuboard.board.scene import Place, Scene
@@ -44,7 +44,6 @@ from gpuboard.board.theme.styles import ASCII, UNICODE, Glyphs, Look
 from gpuboard.board.widgets.header import header
 
 _WAIT_S = 5.0  # for the first reading; the import of textual ends long before
-_SIDE, _SIDE_FROM = 64, 160  # width of ClusterScreen's side panel, and least width of a terminal that has it
 _EDGE = 1  # free cells at the picture's left, and at its right for the scroll bar
 _BELOW = 2  # lines: status and keys
 _PLAIN = Style()
@@ -93,12 +92,10 @@ def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
     top: list[Runs] = [*header(scene, columns, tall=rows >= 24), *(((f" {words}", "bad"),) for words in scene.banners)]
     lines = [fit_runs(runs_of(Cell(runs), base, look), columns, base, ellipsis=look.glyphs.ellipsis) for runs in top]
     if kept.view.view == "picture" and not kept.view.filter:
-        left = columns - (_SIDE if columns >= _SIDE_FROM else 0)
-        body = _Body(scene, kept.view, left, base, look)
-        if len(scene.snapshot.nodes) == 1:
-            lines += body.single_node(core.history, rows - len(top) - _BELOW)
-        else:
-            lines += body.picture(core.history, rows - len(top) - _BELOW)
+        pane, taken = pane_of(kept.view, columns, rows)
+        body = _Body(scene, kept.view, columns - (taken if pane == "right" else 0), base, look)
+        left = rows - len(top) - _BELOW - (taken if pane == "below" else 0)
+        lines += (body.single_node if len(scene.snapshot.nodes) == 1 else body.picture)(core.history, left)
     lines = lines[:rows] + [[(" " * columns, base)]] * (rows - len(lines))
     system = _colors(core.env)
     drawn = (

@@ -8,7 +8,7 @@ from gpuboard.board.history import History
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import fit
 from gpuboard.board.text.format import UNKNOWN, flag_mark, gib, percent
-from gpuboard.board.text.gpu_row import RED_HOT, letter_of, owner, units
+from gpuboard.board.text.gpu_row import degrees, letter_of, owner, units
 from gpuboard.board.text.plots import curve, meter, metered, per_cell
 from gpuboard.board.theme.styles import Look
 from gpuboard.model.snapshot import GpuView
@@ -18,7 +18,7 @@ _POWER_FROM, _BLANK_FROM = 6, 5  # lines of a cell from which it has these
 _CURVE_FROM = 4
 _METER_LEAST = 4  # beside a value; a shorter one stands alone
 _TOTAL_FROM = 20  # cells from which memory stands beside its total
-_VALUE = 4  # width of a value: 100%
+_VALUE, _DEGREES = 4, 6  # widths of values: 100%, 85°C with a gap
 
 Parts = list[tuple[str, str]]  # texts with their roles
 
@@ -98,14 +98,13 @@ def _memory(gpu: GpuView, room: int, state: str, look: Look) -> Parts:
 def _power(gpu: GpuView, room: int, look: Look) -> Parts:
     """Return power with a meter to its limit, and the temperature."""
     watts = UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W"
-    hot = gpu.temperature is not None and gpu.temperature >= RED_HOT
-    degrees = f"{UNKNOWN if gpu.temperature is None else f'{gpu.temperature}°C':>6}"
+    warm = degrees(gpu)
     part = None if gpu.power is None or not gpu.power_limit else gpu.power / gpu.power_limit
-    left = room - len(degrees)
+    left = room - _DEGREES
     drawn: Parts = [(fit(watts, left), "dim")]
     if part is not None and left - len(watts) > _METER_LEAST:
         drawn = list(metered(part, f"{watts:>{_VALUE}}", left, "dim", look.glyphs))
-    return [*drawn, (degrees, "warn" if hot else "dim")]
+    return [*drawn, (f"{warm.text:>{_DEGREES}}", str(warm.style) or "dim")]
 
 
 def _meter(part: float | None, words: str, room: int, role: str, look: Look) -> Parts:

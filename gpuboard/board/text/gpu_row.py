@@ -64,6 +64,17 @@ def known(words: str, style: str = "") -> Cell:
     return Cell(words, "unknown" if UNKNOWN in words else style)
 
 
+def degrees(gpu: GpuView) -> Cell:
+    """Return the temperature of a GPU."""
+    hot = gpu.temperature is not None and gpu.temperature >= RED_HOT
+    return known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else "")
+
+
+def device_state(mig: MigView) -> Cell:
+    """Return the letter and the name of a MIG device's state."""
+    return Cell(f"{LETTERS.get(mig.state, UNKNOWN)}  {mig.state}", mig.state)
+
+
 def state_runs(gpu: GpuView) -> Runs:
     """Return the state's letter, as in the picture, and name; in MIG mode the number of free devices."""
     letter, style = letter_of(gpu)

@@ -157,7 +157,7 @@ def _host(node: NodeView, drawing: Drawing, room: int) -> list[Runs]:
         return [model, ((words, "unknown" if UNKNOWN in words else "dim"),)]
     glyphs = drawing.ink.look.glyphs
     used = node.memory_used / node.memory_total if node.memory_used is not None and node.memory_total else None
-    parts = [] if node.cpu_percent is None else [("CPU ", node.cpu_percent / 100, f"{cpu:>4}")]
+    parts = [] if node.cpu_percent is None else [("CPU ", node.cpu_percent / 100, cpu.rjust(len(memory)))]
     parts += [] if used is None else [("Mem ", used, memory)]
     lines: list[Runs] = [((name, "dim"), *metered(part, words, room - 5, "dim", glyphs)) for name, part, words in parts]
     return [model, *lines]

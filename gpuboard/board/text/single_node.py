@@ -17,10 +17,11 @@ from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import fit, width
 from gpuboard.board.text.format import UNKNOWN, age, pair, percent, short_model
 from gpuboard.board.text.gpu_row import (
-    RED_HOT,
     Device,
     Shown,
+    degrees,
     device_owner,
+    device_state,
     known,
     owner,
     row_key,
@@ -31,7 +32,7 @@ from gpuboard.board.text.picture import group_words, trouble_role
 from gpuboard.board.text.plots import Values, history, meter, metered
 from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
-from gpuboard.board.theme.styles import LETTERS, Glyphs
+from gpuboard.board.theme.styles import Glyphs
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView
 from gpuboard.model.units import format_size
 
@@ -124,7 +125,6 @@ def _gpu_cells(place: Place, layout: Layout) -> tuple[Cell, ...]:
     watts = UNKNOWN if gpu.power is None else f"{gpu.power:.0f}"
     wide = gpu.power_limit is not None and layout.widths.get("power", 0) >= _LIMIT_FROM
     power = f"{f'{watts}/{gpu.power_limit:.0f}W':>9}" if wide else f"{watts:>4}W"
-    hot = gpu.temperature is not None and gpu.temperature >= RED_HOT
     cells = {
         "index": Cell(str(gpu.index)),
         "state": Cell(state_runs(gpu)),
@@ -133,7 +133,7 @@ def _gpu_cells(place: Place, layout: Layout) -> tuple[Cell, ...]:
         ),
         "memory": _memory(gpu, layout),
         "power": layout.meter("power", _part(gpu.power, gpu.power_limit), power),
-        "temperature": known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else ""),
+        "temperature": degrees(gpu),
         "trace": Cell(layout.trace("trace", gpu, 1)[0] if "trace" in layout.widths else "", "dim"),
         "user": Cell(*owner(gpu, layout.scene)),
         "reason": _reason(gpu),
@@ -142,10 +142,9 @@ def _gpu_cells(place: Place, layout: Layout) -> tuple[Cell, ...]:
 
 
 def _device_cells(mig: MigView, layout: Layout) -> tuple[Cell, ...]:
-    state = f"{LETTERS.get(mig.state, UNKNOWN)}  {mig.state}"
     cells = {
         "index": Cell("MIG", "dim"),
-        "state": Cell(((state, mig.state),)),
+        "state": device_state(mig),
         "utilization": Cell(mig.profile),  # NVML has no utilization of MIG devices
         "memory": _memory(mig, layout),
         "user": device_owner(mig, layout.scene),

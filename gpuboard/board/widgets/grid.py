@@ -395,8 +395,8 @@ class Grid(Dragging, can_focus=True):
             self.scroll_to(y=end - self._space_below, animate=False, force=True)
 
     def can_mark(self, key: str) -> bool:
-        """Return whether the row of ``key`` can be marked."""
-        return True
+        """Return whether the row of ``key`` can be marked: one of a node that has no GPU cannot."""
+        return not key.startswith("node:")
 
     def _toggle(self, key: str | None) -> None:
         if self._marking and key is not None and self.can_mark(key):

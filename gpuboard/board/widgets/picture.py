@@ -81,10 +81,6 @@ class Picture(Grid):
         """Mark the column in the header, if any, by which the rows are sorted."""
         super().set_sort(next((column for column, sort in _SORTS.items() if sort == key), None), reverse)
 
-    def can_mark(self, key: str) -> bool:
-        """Return whether ``key`` is a GPU's."""
-        return not key.startswith("node:")
-
     def show(self, scene: Scene, items: Sequence[Item]) -> None:
         """Show rows of a scene as ``arrange_nodes`` makes them."""
         self._scene, self._whole = scene, items

@@ -29,10 +29,6 @@ class MeterGrid(Grid):
         super().__init__((), marks=True, id=id)
         self._history = history
 
-    def can_mark(self, key: str) -> bool:
-        """Return whether ``key`` is a GPU's or a MIG device's."""
-        return not key.startswith("node:")
-
     def show(self, scene: Scene, items: Sequence[Item], tall: int) -> None:
         """Show the rows of ``arrange`` for a scene in ``tall`` lines each."""
         self.set_columns(text.columns_for(tall))

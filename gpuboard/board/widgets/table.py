@@ -11,10 +11,11 @@ from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import width
 from gpuboard.board.text.format import UNKNOWN, age, pair, percent, short_model
 from gpuboard.board.text.gpu_row import (
-    RED_HOT,
     Device,
     Shown,
+    degrees,
     device_owner,
+    device_state,
     known,
     owner,
     row_key,
@@ -23,7 +24,6 @@ from gpuboard.board.text.gpu_row import (
 )
 from gpuboard.board.text.picture import group_words, trouble_role
 from gpuboard.board.text.plots import bar, spark
-from gpuboard.board.theme.styles import LETTERS
 from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.model.snapshot import NodeView
 
@@ -41,10 +41,6 @@ class GpuTable(Grid):
         super().__init__((), marks=True, id=id)
         self._utilization = utilization
         self._scene: Scene | None = None
-
-    def can_mark(self, key: str) -> bool:
-        """Return whether ``key`` is a GPU's or a MIG device's."""
-        return not key.startswith("node:")
 
     def show(self, scene: Scene, items: Sequence[Item]) -> None:
         """Show the rows of ``arrange`` for a scene."""
@@ -87,7 +83,6 @@ class GpuTable(Grid):
         assert self._scene is not None  # rows come with their scene
         node, gpu = place.node, place.gpu
         glyphs = self._look.glyphs
-        hot = gpu.temperature is not None and gpu.temperature >= RED_HOT
         return (
             Cell(node.name),
             Cell(str(gpu.index)),
@@ -96,7 +91,7 @@ class GpuTable(Grid):
             known(percent(gpu.utilization)),
             Cell(spark(self._utilization(gpu.uuid, _SPARK), _SPARK, glyphs), "dim"),
             known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W"),
-            known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else ""),
+            degrees(gpu),
             Cell(*owner(gpu, self._scene)),
             _age(age_of(node, gpu)),
             Cell(state_runs(gpu)),
@@ -118,7 +113,7 @@ class GpuTable(Grid):
             Cell("-", "dim"),
             device_owner(mig, self._scene),
             _age(age_of(node, gpu)),
-            Cell(((f"{LETTERS.get(mig.state, UNKNOWN)}  {mig.state}", mig.state),)),
+            device_state(mig),
             Cell(mig.reason, "dim" if mig.state == "free" else ""),
         )
 
