@@ -19,7 +19,7 @@ class ActingScreen(BoardScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r", "reserve", "Reserve", id="gpus.reserve"),
         Binding("x", "launch", "Launch", id="gpus.launch"),
-        Binding("k", "signal", "Signal", id="gpus.signal"),
+        Binding("K", "signal", "Signal", id="gpus.signal"),
         Binding("y", "copy", "Copy", id="gpus.copy"),
     ]
 

@@ -276,7 +276,7 @@ async def test_the_selection_survives_sort_filter_group_and_what_vanishes(tmp_pa
         await pilot.press("t", "down", "down", "space", "space")
         selected = ["GPU-gpu1-2", "GPU-gpu1-3"]
         assert shown.cursor_uuid == "GPU-gpu1-4"
-        for key in ("s", "s", "s", "S", "g", "g", "g", "g", "g", "t", "t"):
+        for key in ("s", "j", "enter", "S", "g", "g", "g", "g", "g", "t", "t"):
             await pilot.press(key)
             assert (shown.cursor_uuid, shown.targets()) == ("GPU-gpu1-4", selected)
         await pilot.press("slash", *"state:busy node:gpu1")
@@ -362,7 +362,9 @@ async def test_headers_and_keys_sort(tmp_path: Path, view: str) -> None:
         assert status(app).startswith("by node ▼")
         await pilot.press("S")
         assert (shown.view.sort, shown.view.reverse) == ("node", False)
-        await pilot.press("s", "s", "s")  # from where one is in the cycle: model, memory, utilization
+        await pilot.press(
+            "s", "j", "j", "down", "k", "down", "down", "enter"
+        )  # node, index, model, memory, utilization
         assert (shown.view.sort, shown.view.reverse) == ("utilization", True)
         assert lines(grid)[0].strip().startswith("gpu1 ")
 
@@ -398,7 +400,7 @@ async def test_a_node_without_gpus_is_itself_in_every_group(tmp_path: Path) -> N
 
 async def test_the_view_is_kept_between_starts(tmp_path: Path) -> None:
     async with opened(tmp_path) as (app, shown, pilot):
-        await pilot.press("t", "s", "S", "g", "slash", *"state:free", "enter", "q")
+        await pilot.press("t", "s", "j", "j", "enter", "S", "g", "slash", *"state:free", "enter", "q")
     async with opened(tmp_path) as (app, shown, pilot):
         assert shown.view == ViewState(view="table", sort="model", reverse=True, group="node", filter="state:free")
         assert shown.query_one("#filter", Input).display
@@ -436,7 +438,7 @@ async def test_a_key_moves_hides_and_shows_the_detail_pane_for_the_next_start_to
         assert (pane.region.x, pane.size.height) == (200 - 64, shown.grid.size.height)
         await pilot.press("p")
         await settle(pilot, lambda: pane.region.y > shown.grid.region.bottom - 1 and "GPU-gpu1-0" in screen(app))
-        assert (shown.grid.size.width, shown.grid.cursor) == (198, "GPU-gpu1-0")
+        assert (shown.grid.size.width, shown.grid.cursor) == (199, "GPU-gpu1-0")
         await pilot.press("p")
         await settle(pilot, lambda: not pane.display)
         await pilot.press("q")

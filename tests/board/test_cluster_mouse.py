@@ -7,8 +7,9 @@ from pathlib import Path
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.gpu import GpuScreen
 from gpuboard.board.screens.node import NodeScreen
+from gpuboard.board.widgets.pane import Summary
 from gpuboard.board.widgets.picture import Picture
-from tests.board.lab import drag, settle
+from tests.board.lab import drag, screen, settle
 from tests.board.test_cluster import LETTERS, opened, status
 
 
@@ -61,3 +62,18 @@ async def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
         await pilot.press("escape")
         await pilot.click(Picture, offset=(2, 2), times=2)
         await settle(pilot, lambda: isinstance(app.screen, NodeScreen))
+
+
+async def test_a_click_on_a_count_of_the_header_shows_only_these(tmp_path: Path) -> None:
+    async with opened(tmp_path, size=(160, 40)) as (app, shown, pilot):
+        counts = screen(app).splitlines()
+        for row, words, wanted in (
+            (1, "2 busy", "state:busy,occupied"), (0, "1 unreachable", "state:unreachable"), (1, "3 free", "state:free"),
+        ):  # fmt: skip
+            await pilot.click(Summary, offset=(counts[row].index(words), row))
+            await settle(pilot, lambda wanted=wanted: shown.view.filter == wanted)  # type: ignore[misc]
+            assert shown.grid.has_focus
+        await pilot.click(Summary, offset=(1, 1))  # a model's name
+        await pilot.click(Summary, offset=(counts[1].index("3 free"), 1))
+        await settle(pilot, lambda: not shown.view.filter)
+        assert not shown.query_one("#filter").display

@@ -53,7 +53,7 @@ async def test_help_has_every_action_and_starts_with_the_screen_it_was_opened_fr
 async def test_help_scrolls_by_keys_and_wheel_and_uses_the_width(tmp_path: Path) -> None:
     async with board(make_core(tmp_path), size=(80, 24)) as (app, pilot):
         await pilot.press("f1")
-        await settle(pilot, lambda: isinstance(app.screen, HelpScreen) and "States" in screen(app))
+        await settle(pilot, lambda: isinstance(app.screen, HelpScreen) and "Reserve" in screen(app))
         box = app.screen.query_one("#scroll")
         await pilot.press("end")
         await settle(pilot, lambda: box.scroll_y == box.max_scroll_y > 40)
@@ -65,7 +65,7 @@ async def test_help_scrolls_by_keys_and_wheel_and_uses_the_width(tmp_path: Path)
         await pilot.resize_terminal(200, 60)
         await pilot.press("home")
         # titles side by side
-        await settle(pilot, lambda: any(re.fullmatch(r" States +\S+ +\S+", line) for line in screen(app).splitlines()))
+        await settle(pilot, lambda: any(re.fullmatch(r" Cluster +\S+ +\S+", line) for line in screen(app).splitlines()))
         await pilot.press("q")
         await settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
         assert app.is_running

@@ -64,7 +64,7 @@ async def choose(app: BoardApp, pilot: Pilot[int], key: str) -> None:
 async def test_sends_a_signal_that_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper) -> None:
     process = sleeper()
     async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
-        await pilot.press("k")
+        await pilot.press("K")
         await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
         assert f"process {process.pid} on gpu01: sleep 600" in lab.screen(app)
         await choose(app, pilot, "USR1")
@@ -74,7 +74,7 @@ async def test_sends_a_signal_that_was_meant(tmp_path: Path, monkeypatch: pytest
         await pilot.press("enter")  # the harmless button
         await lab.settle(pilot, lambda: not isinstance(app.screen, Confirm))
         assert process.poll() is None
-        await pilot.press("k")
+        await pilot.press("K")
         await choose(app, pilot, "TERM")
         await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
         await pilot.press("y")
@@ -88,7 +88,7 @@ async def test_chooses_among_the_processes_with_the_mouse(
     one, two = sorted((sleeper(), sleeper()), key=lambda process: process.pid)
     core = core_with(tmp_path, monkeypatch, (one.pid, two.pid))
     async with lab.board(core, (80, 24)) as (app, pilot):
-        await pilot.press("k")
+        await pilot.press("K")
         await lab.settle(pilot, lambda: isinstance(app.screen, Choose) and app.screen.is_mounted)
         await pilot.click(OptionList, offset=(5, 1))
         await lab.settle(pilot, lambda: f"process {two.pid} on gpu01" in lab.screen(app))
@@ -106,7 +106,7 @@ async def test_the_process_under_the_cursor_of_a_gpus_screen(
     async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
         await pilot.press("enter")
         await lab.settle(pilot, lambda: isinstance(app.screen, GpuScreen) and str(process.pid) in lab.screen(app))
-        await pilot.press("k")
+        await pilot.press("K")
         await choose(app, pilot, "INT")
         await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
         await pilot.press("tab", "enter")
@@ -121,7 +121,7 @@ async def test_other_peoples_are_named_and_left_alone(
     process = sleeper("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
         await lab.settle(pilot, lambda: "nobody" in lab.screen(app))
-        await pilot.press("k")
+        await pilot.press("K")
         await lab.settle(pilot, lambda: notes(app))
         assert notes(app) == [f"process {process.pid} on gpu01 belongs to nobody; nothing was sent"]
         assert len(app.screen_stack) == 2
@@ -131,7 +131,7 @@ async def test_other_peoples_are_named_and_left_alone(
 async def test_one_that_has_ended_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper) -> None:
     process = sleeper()
     async with lab.board(core_with(tmp_path, monkeypatch, (process.pid,))) as (app, pilot):
-        await pilot.press("k")
+        await pilot.press("K")
         await choose(app, pilot, "TERM")
         await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
         process.kill()
@@ -142,7 +142,7 @@ async def test_one_that_has_ended_meanwhile(tmp_path: Path, monkeypatch: pytest.
 
 async def test_without_processes_it_shows_that(tmp_path: Path) -> None:
     async with lab.board(lab.make_core(tmp_path)) as (app, pilot):
-        await pilot.press("k")
+        await pilot.press("K")
         await lab.settle(pilot, lambda: notes(app))
         assert notes(app) == ["no process on this GPU"]
 

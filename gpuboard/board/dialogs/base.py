@@ -369,6 +369,11 @@ class Confirm(Box[bool]):
 class _Options(OptionList):
     """A list that ignores page keys before it has a size; textual's fails then."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "cursor_up", "Up", id="dialog.list-up", show=False),
+        Binding("j", "cursor_down", "Down", id="dialog.list-down", show=False),
+    ]
+
     def action_page_up(self) -> None:
         """Go up by a page."""
         if self.scrollable_content_region:

@@ -18,6 +18,7 @@ from textual.containers import Horizontal
 from textual.widgets import Input
 
 from gpuboard.board.arrange import GROUPS, SORTS, NodeRow, ViewState, arrange, arrange_nodes, natural, pane_of
+from gpuboard.board.dialogs.base import Choose
 from gpuboard.board.filter.query import Query, QueryError, parse
 from gpuboard.board.gpu_actions import ActingScreen
 from gpuboard.board.scene import Place, Scene
@@ -33,7 +34,6 @@ from gpuboard.board.widgets.picture import Picture
 from gpuboard.board.widgets.single_node import MeterGrid, SingleNode
 from gpuboard.board.widgets.table import GpuTable
 
-_CYCLE = ("", "model", "memory", "utilization", "power", "temperature", "user", "age", "state", "reason")
 _DOWN_FIRST = frozenset(
     {"memory", "utilization", "power", "temperature", "age"}
 )  # usually the highest value is of interest
@@ -286,19 +286,28 @@ class ClusterScreen(ActingScreen):
     # Order and view
 
     def on_grid_sorted(self, message: Grid.Sorted) -> None:
-        """Sort by a column: first in its usual direction, then reversed."""
-        if message.grid is not self.grid or message.key not in SORTS:  # the processes; the sparkline
-            return
-        if self.view.sort == message.key:
-            self.action_reverse()
-        else:
-            self._change(sort=message.key, reverse=message.key in _DOWN_FIRST)
+        """Sort by a column."""
+        if message.grid is self.grid and message.key in SORTS:  # not the processes, nor the sparkline
+            self._sort_by(message.key)
 
     def action_sort(self) -> None:
-        """Sort by the next column."""
-        at = _CYCLE.index(self.view.sort) if self.view.sort in _CYCLE else 0
-        sort = _CYCLE[(at + 1) % len(_CYCLE)]
-        self._change(sort=sort, reverse=sort in _DOWN_FIRST)
+        """Choose what to sort by; the same again reverses the order."""
+
+        def chosen(sort: str | None) -> None:
+            if sort is not None:
+                self._sort_by(sort)
+
+        glyphs, now = self.board.look.glyphs, self.view.sort or "node"
+        mark = glyphs.down if self.view.reverse else glyphs.up
+        words = [(sort, f"{sort} {mark}" if sort == now else sort) for sort in SORTS]
+        self.board.push_screen(Choose("Sort by", words), chosen)
+
+    def _sort_by(self, sort: str) -> None:
+        """Sort first in the usual direction, then reversed."""
+        if self.view.sort == sort:
+            self.action_reverse()
+        else:
+            self._change(sort=sort, reverse=sort in _DOWN_FIRST)
 
     def action_reverse(self) -> None:
         self._change(sort=self.view.sort or "node", reverse=not self.view.reverse)
@@ -373,6 +382,16 @@ class ClusterScreen(ActingScreen):
         box.disabled = True
         box.value = ""
         self._filter_by("")
+
+    def on_summary_picked(self, message: Summary.Picked) -> None:
+        """Show only the GPUs that the header counts there; again: all."""
+        if message.query == self._query.text:
+            self._close_filter()
+            return
+        box = self.query_one("#filter", Input)
+        box.add_class("-open")
+        box.disabled = False
+        box.value = message.query
 
     @on(Input.Changed, "#filter")
     def typed(self, message: Input.Changed) -> None:

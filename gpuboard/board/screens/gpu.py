@@ -131,7 +131,7 @@ class GpuScreen(ActingScreen):
     GpuScreen #body { padding: 0 1; }
     GpuScreen Pane { margin-bottom: 1; }
     GpuScreen #notice { margin-bottom: 0; }
-    GpuScreen #processes { margin-bottom: 1; }
+    GpuScreen #processes { margin-bottom: 1; padding: 0; }
     GpuScreen #evidence { height: auto; layout: horizontal; }
     GpuScreen #evidence Pane { width: 1fr; margin: 0 2 1 0; }
     GpuScreen.-narrow #evidence { layout: vertical; }

@@ -65,6 +65,7 @@ MOUSE_WORDS = (
     ("ctrl-click", "select or deselect; also the right button"),
     ("drag", "select from there to here"),
     ("click on a title", "sort by it; again: reverse"),
+    ("click on a count", "only these GPUs; again: all"),
 )
 _COLUMN = 58  # cells of one column of the screen
 _KEYS = 16  # cells for the keys
@@ -116,13 +117,15 @@ class HelpScreen(BoardScreen):
         legends = [self._legend(), self._ranks()]
         if self._opened_from == RunsScreen.TITLE_WORDS:
             legends.reverse()
-        sections = [legends[0], *self._keys(), legends[1], self._mouse(), self._filters()]
+        here, others = self._keys()
+        sections = [*here, legends[0], *others, legends[1], self._mouse(), self._filters()]
         self.query_one("#words", Static).update(_in_columns(sections, max(1, self._columns)))
 
     def action_scroll(self, lines: int) -> None:
         self.query_one("#scroll").scroll_relative(y=lines, animate=False)
 
-    def _keys(self) -> list[list[Text]]:
+    def _keys(self) -> tuple[list[list[Text]], list[list[Text]]]:
+        """Return the keys of the screen it was opened from, and those of all others, by section."""
         keys.load_screens()
         by_section: dict[str, list[Text]] = {}
         for action in keys.actions():
@@ -131,9 +134,14 @@ class HelpScreen(BoardScreen):
                 by_section.setdefault(action.section, []).append(
                     line.append(f" {action.id}", self.board.look.style("dim"))
                 )
-        first = [name for name in (self._opened_from, "Everywhere", "Lists") if name in by_section]
-        names = [*first, *(name for name in by_section if name not in {*first, "Dialogs", "Help"}), "Dialogs", "Help"]
-        return [[self._title(name), *by_section[name]] for name in names if name in by_section]
+        general = ("Everywhere", "Lists")
+        here = {active.binding.id for active in self.app.screen_stack[-2].active_bindings.values()}
+        active = (action.section for action in keys.actions() if action.id in here and action.section not in general)
+        first = [name for name in dict.fromkeys((self._opened_from, *active, *general)) if name in by_section]
+        last = ("Dialogs", "Help")
+        others = [*(name for name in by_section if name not in {*first, *last}), *last]
+        sections = {name: [self._title(name), *lines] for name, lines in by_section.items()}
+        return [sections[name] for name in first], [sections[name] for name in others]
 
     def _shown(self, action: keys.Action) -> str:
         """Return the current keys of an action."""

@@ -21,7 +21,7 @@ T = TypeVar("T")
 Runs = tuple[tuple[str, str | Style], ...]
 Styled = list[tuple[str, Style]]
 
-MARK_WIDTH = 2  # of the column where marks stand
+MARK_WIDTH = 1  # of the column where marks stand: rows begin where those of lists without marks do
 GAP = 1  # between columns
 
 

@@ -50,11 +50,14 @@ class Grid(Dragging, can_focus=True):
     ROW_CURSOR = True  # draw the cursor over the whole row
     FOLLOWS = True  # scroll to the cursor, and with it when its row moves
     DEFAULT_CSS = """
-    Grid { height: 1fr; overflow-x: hidden; overflow-y: auto; scrollbar-gutter: stable; scrollbar-size-vertical: 1; }
+    Grid {
+        height: 1fr; overflow-x: hidden; overflow-y: auto; scrollbar-gutter: stable; scrollbar-size-vertical: 1;
+        padding: 0 0 0 1;
+    }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up", "up", "Up", id="grid.up", show=False),
-        Binding("down", "down", "Down", id="grid.down", show=False),
+        Binding("up,k", "up", "Up", id="grid.up", show=False),
+        Binding("down,j", "down", "Down", id="grid.down", show=False),
         Binding("pageup", "page_up", "Page up", id="grid.page-up", show=False),
         Binding("pagedown", "page_down", "Page down", id="grid.page-down", show=False),
         Binding("home", "first", "First row", id="grid.first", show=False),

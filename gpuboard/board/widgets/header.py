@@ -27,6 +27,8 @@ _REST = (
     ("broken", "X", ("broken",)),
     ("unknown", "?", ("unknown",)),
 )
+_STATES = {"free": ("free",), **{word: states for word, _, states in _REST}}
+_NODE_STATES = frozenset({"unreachable", "connecting", "stale"})
 _MODEL_AND_STATE = attrgetter(
     "name", "state"
 )  # for Counter, which counts in C: 8,000 GPUs per second, most of them equal
@@ -104,6 +106,19 @@ def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
             if 1 + _width(counts) + 2 + _width(right) <= columns:
                 return [_apart(((" ", ""), *counts), right, columns)]
     return [_apart(((" ", ""), *_total(facts)), label, columns)]
+
+
+def picked(runs: Runs, x: int) -> str | None:
+    """Return the filter for what a line of the header counts at ``x``; None: it counts nothing there."""
+    for text, role in runs:
+        x -= width(text)
+        if x < 0:
+            word = text.split()[-1] if text.strip() else ""
+            if word in _NODE_STATES:
+                return f"state:{word}"
+            states = _STATES.get(str(role)) if any(char.isdigit() for char in text) or word == "free" else None
+            return f"state:{','.join(states)}" if states else None
+    return None
 
 
 def _models(facts: Sums) -> list[Runs]:

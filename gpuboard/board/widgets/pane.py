@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from rich.style import Style
+from textual import events
 from textual.geometry import Region, Size
+from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.rows import Cell, runs_of, strip
-from gpuboard.board.widgets.header import header
+from gpuboard.board.widgets.header import header, picked
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -82,11 +84,24 @@ class Lines(Pane):
 
 
 class Summary(Lines):
-    """The header of a screen that shows scenes."""
+    """The header of a screen that shows scenes; a click on a count offers the filter for it."""
+
+    class Picked(Message):
+        """A count was clicked."""
+
+        def __init__(self, query: str) -> None:
+            super().__init__()
+            self.query = query
 
     def show_scene(self, scene: Scene) -> None:
         """Show what is free in ``scene``."""
         self.set_lines(header(scene, self.app.size.width, tall=self.app.size.height >= 24))
+
+    def on_click(self, event: events.Click) -> None:
+        """Offer the filter for the count that was clicked."""
+        at = event.get_content_offset(self)
+        if at is not None and at.y < len(self._lines) and (query := picked(tuple(self._lines[at.y]), at.x)) is not None:
+            self.post_message(self.Picked(query))
 
 
 class Banners(Lines):

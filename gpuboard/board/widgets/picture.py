@@ -40,7 +40,6 @@ class Picture(Grid):
     """
 
     ROW_CURSOR = False
-    DEFAULT_CSS = "Picture { padding: 0 0 0 1; }"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "left", "Left", id="picture.left", show=False),
         Binding("right", "right", "Right", id="picture.right", show=False),

@@ -25,6 +25,8 @@ _EMPTY_LINES = 3  # for the text in place of rows
 class MeterGrid(Grid):
     """GPUs and MIG devices with meters. Keys are UUIDs, or ``node:NAME`` of a node without known GPUs."""
 
+    DEFAULT_CSS = "MeterGrid { padding: 0; }"
+
     def __init__(self, history: History, *, id: str | None = None) -> None:
         super().__init__((), marks=True, id=id)
         self._history = history
@@ -54,7 +56,7 @@ class SingleNode(Vertical):
 
     DEFAULT_CSS = """
     SingleNode { width: 1fr; }
-    SingleNode #node-processes { height: 1fr; padding: 0 0 0 2; }
+    SingleNode #node-processes { height: 1fr; }
     """
 
     def __init__(self, history: History, *, id: str | None = None) -> None:
