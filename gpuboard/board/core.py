@@ -98,7 +98,7 @@ class Core:
             began = time.thread_time()
             try:
                 scene = self.scene()
-                self.history.add(scene.snapshot, time.monotonic())
+                self.history.add(scene.snapshot, time.time())
             except (
                 Exception
             ) as error:  # a bug: shown in place of an old scene that looks current; the next scene may work

@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.history import SPAN_S, History, Samples
+from gpuboard.board.history import DAY, FIVE_MINUTES, HOUR, SPAN_S, Cluster, History, Samples
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
-from tests.board.made import GIB, crowd, gpu, node
+from tests.board.made import GIB, crowd, gpu, mig, node
 
 
 def shot(*nodes: NodeView) -> Snapshot:
@@ -26,7 +26,7 @@ def test_samples_come_back_oldest_first() -> None:
         shown = one(utilization=10 * second, memory_used=second * 20 * GIB, temperature=30 + second, power=70.6)
         assert history.add(shot(node("n", [shown])), 100.0 + second)
     assert history.of("GPU-n-0") == Samples(
-        (100.0, 101.0, 102.0), (0, 10, 20), (0.0, 0.248, 0.5), (30, 31, 32), (70, 70, 70)
+        (100.0, 101.0, 102.0), (0, 10, 20), (0.0, 0.248, 0.5), (30, 31, 32), (71, 71, 71), (0, 10, 20)
     )
     assert history.utilization("GPU-n-0", 2) == (10, 20)
     assert history.utilization("GPU-n-0", 5) == (None, None, 0, 10, 20)
@@ -36,7 +36,7 @@ def test_samples_come_back_oldest_first() -> None:
 def test_unknown_stays_unknown() -> None:
     history = History()
     history.add(shot(node("n", [one(utilization=None, memory_used=None, temperature=None, power=None)])), 1.0)
-    assert history.of("GPU-n-0") == Samples((1.0,), (None,), (None,), (None,), (None,))
+    assert history.of("GPU-n-0") == Samples((1.0,), (None,), (None,), (None,), (None,), (None,))
 
 
 def test_old_values_are_gaps() -> None:
@@ -57,7 +57,7 @@ def test_old_values_are_gaps() -> None:
 def test_values_beyond_sense_are_bounded() -> None:
     history = History()
     history.add(shot(node("n", [one(utilization=10**9, memory_used=10**30, temperature=-4, power=1e300)])), 0.0)
-    assert history.of("GPU-n-0") == Samples((0.0,), (100,), (1.0,), (0,), (65534,))
+    assert history.of("GPU-n-0") == Samples((0.0,), (100,), (1.0,), (0,), (2581,), (100,))
 
 
 def test_no_more_than_five_minutes_are_returned() -> None:
@@ -79,12 +79,77 @@ def test_a_gpu_that_was_away_for_long_has_no_old_values() -> None:
     assert history.of("GPU-n-0").temperature == (None,) * 299 + (31,)
 
 
-def test_gpus_that_are_gone_are_forgotten() -> None:
+def test_many_gpus_that_are_gone_are_forgotten() -> None:
     history = History()
-    history.add(shot(node("n", [one(), gpu("n", 1)])), 0.0)
-    for second in range(1, 700):
-        history.add(shot(node("n", [one()])), float(second))
-    assert (history.of("GPU-n-1"), len(history.of("GPU-n-0").times)) == (Samples(), 300)
+    for second in range(300):
+        history.add(shot(node("n", [one(), gpu("n", 1 + second)])), float(second))
+    assert history.of("GPU-n-1") == Samples()
+    assert history.of("GPU-n-300").utilization[-2:] == (None, 0)
+    assert history.of("GPU-n-0").utilization == (0,) * 300
+
+
+def test_an_hour_has_the_means_and_peaks_of_half_minutes() -> None:
+    history = History()
+    for second in range(95):
+        busy = one(
+            utilization=100 * (second % 2), memory_used=second * GIB // 2, temperature=second, power=4.0 * second
+        )
+        history.add(shot(node("n", [busy])), 600.0 + second)
+    assert history.of("GPU-n-0", HOUR) == Samples(
+        (600.0, 630.0, 660.0, 690.0),
+        (50, 50, 50, 40),
+        (0.18, 0.368, 0.556, 0.584),
+        (29, 59, 89, 94),
+        (58, 180, 296, 369),
+        (100, 100, 100, 100),
+    )
+    assert history.of("GPU-n-0", DAY).times == (600.0,)
+
+
+def test_a_day_has_the_means_and_peaks_of_five_minutes() -> None:
+    history = History()
+    for second in range(0, 86400 + 3600, 10):
+        value = None if second % 600 < 300 else 80 if second % 60 < 30 else 40
+        history.add(shot(node("n", [one(utilization=value)])), float(second))
+    samples = history.of("GPU-n-0", DAY)
+    assert samples.times == tuple(float(at) for at in range(3600 - 300, 86400 + 3600, 300))
+    assert list(samples.utilization) == [60, *[None, 60] * 144]
+    assert list(samples.peak) == [80, *[None, 80] * 144]
+    assert len(history.of("GPU-n-0", HOUR).times) == 121
+    assert len(history.of("GPU-n-0", FIVE_MINUTES).times) == 30
+
+
+def test_a_pause_of_the_board_is_a_gap_not_a_value() -> None:
+    history = History()
+    for at in (0.0, 1.0, 1000.0, 1001.0):
+        history.add(shot(node("n", [one(utilization=50)])), at)
+    assert history.of("GPU-n-0", HOUR)[:2] == ((0.0, 990.0), (50, 50))
+
+
+def test_the_cluster_has_the_mean_of_the_read_gpus_and_those_that_are_free() -> None:
+    history = History()
+    history.add(
+        shot(
+            node("n", [one(utilization=90, state="busy"), gpu("n", 1, utilization=40), gpu("n", 2, "unknown")]),
+            node("m", [gpu("m", 0, utilization=100)], state="unreachable"),
+            node("o", [mig("o", 0, "free", "busy")]),
+        ),
+        5.0,
+    )
+    both = Cluster((5.0,), (130 / 3,), (2.5,), (4,))
+    assert history.cluster() == both
+    assert history.cluster(HOUR) == history.cluster(DAY) == both._replace(times=(0.0,))
+    history.add(shot(node("n", [one(state="unknown")], state="unreachable")), 31.0)
+    assert history.cluster(HOUR) == Cluster((0.0, 30.0), (130 / 3, None), (2.5, None), (4, 0))
+
+
+def test_a_clock_that_is_set_back_drops_what_is_later_than_now() -> None:
+    history = History()
+    for second in range(100):
+        history.add(shot(node("n", [one(utilization=second)])), 1000.0 + second)
+    assert history.add(shot(node("n", [one(utilization=7)])), 1050.5)
+    assert history.of("GPU-n-0").utilization == (*range(51), 7)
+    assert history.of("GPU-n-0", HOUR).times == (990.0, 1020.0, 1050.0)
 
 
 def test_the_first_sample_is_of_the_first_gpus() -> None:

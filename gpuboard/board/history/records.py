@@ -1,0 +1,124 @@
+"""One moment of all GPUs in a few bytes each, and what several moments amount to (pure).
+
+A record has a plane per quantity: a byte per GPU, by the GPU's column. 0 is unknown, and so is a column that a plane is
+too short for: columns are only added, so that old records stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from math import sqrt
+from operator import itemgetter, methodcaller
+from typing import NamedTuple
+
+from gpuboard.model.snapshot import GpuView, NodeView
+
+UTILIZATION, PEAK, MEMORY, TEMPERATURE, POWER, FREE = range(6)  # the planes
+PLANES = 6
+_DELAY_S = 5.0  # values of a GPU older than this at its node's reading do not count as current
+PARTS = 250  # parts (of memory, of free time) are kept in 250ths
+_MEANS = {UTILIZATION, POWER, FREE}  # over several records; of the others the peak
+_WATT_STEPS = 25  # (code - 1)^2 / 25 W: 0 to 2,560 W, within 1 % from 100 W
+
+# What the code of each plane means; None: unknown
+DECODE: tuple[tuple[float | None, ...], ...] = (
+    (None, *range(255)),
+    (None, *range(255)),
+    (None, *(code / PARTS for code in range(255))),
+    (None, *range(255)),
+    (None, *(round(code * code / _WATT_STEPS) for code in range(255))),
+    (None, *(code / PARTS for code in range(255))),
+)
+_SQUARES = (0, *(code * code for code in range(255)))
+
+
+class Samples(NamedTuple):
+    """One GPU's samples, oldest first, all of one length; None is a gap. Times are epoch seconds.
+
+    Of a span whose samples are buckets, a time is the bucket's begin; utilization and power are means, the rest peaks.
+    """
+
+    times: tuple[float, ...] = ()
+    utilization: tuple[float | None, ...] = ()  # percent
+    memory: tuple[float | None, ...] = ()  # used / total
+    temperature: tuple[float | None, ...] = ()  # °C
+    power: tuple[float | None, ...] = ()  # W
+    peak: tuple[float | None, ...] = ()  # of utilization, percent
+
+
+class Record(NamedTuple):
+    """All GPUs at one time, or in the bucket that begins then. ``planes`` are of bytes."""
+
+    at: float  # epoch seconds
+    planes: tuple[bytes, ...]
+
+
+def is_current(node: NodeView, gpu: GpuView) -> bool:
+    """Return whether a GPU's values are current: its node is up and NVML answers for this GPU."""
+    return node.state == "up" and gpu.error is None and gpu.delay_s <= _DELAY_S
+
+
+def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> Record:
+    """Return a record of nodes; adds their GPUs to ``columns``. Readings are untrusted: they are clamped."""
+    for node in nodes:
+        for gpu in node.gpus:
+            columns.setdefault(gpu.uuid, len(columns))
+    utilization, memory, temperature, power, free = (bytearray(len(columns)) for _ in range(5))
+    for node in nodes:
+        for gpu in node.gpus:
+            column = columns[gpu.uuid]
+            if gpu.mig:
+                free[column] = 1 + PARTS * sum(one.state == "free" for one in gpu.mig) // len(gpu.mig)
+            elif gpu.state != "unknown":
+                free[column] = 1 + PARTS * (gpu.state == "free")
+            if not is_current(node, gpu):
+                continue
+            if gpu.utilization is not None:
+                utilization[column] = 1 + min(max(gpu.utilization, 0), 100)
+            if gpu.memory_used is not None and gpu.memory_total:
+                memory[column] = 1 + min(max(gpu.memory_used * PARTS // gpu.memory_total, 0), PARTS)
+            if gpu.temperature is not None:
+                temperature[column] = 1 + min(max(gpu.temperature, 0), 254)
+            if gpu.power is not None:
+                power[column] = _watt_code(gpu.power)
+    shared = bytes(utilization)
+    return Record(at, (shared, shared, bytes(memory), bytes(temperature), bytes(power), bytes(free)))
+
+
+def merged(records: Sequence[Record], at: float) -> Record:
+    """Return the means and peaks of several records as one of time ``at``; unknown values do not count."""
+    return Record(at, tuple(_merged([record.planes[plane] for record in records], plane) for plane in range(PLANES)))
+
+
+def column(record: Record, number: int) -> Record:
+    """Return a record of one GPU, in column 0."""
+    return Record(record.at, tuple(plane[number : number + 1] for plane in record.planes))
+
+
+def select(record: Record, numbers: Sequence[int], size: int) -> Record:
+    """Return a record of the given columns of ``size``, in their order; the column ``size`` itself is unknown."""
+    pick = itemgetter(*numbers, size)  # one more than asked for: with one alone it would not return a tuple
+    return Record(record.at, tuple(bytes(pick(plane.ljust(size + 1, b"\0")))[:-1] for plane in record.planes))
+
+
+def known(plane: bytes) -> bytes:
+    """Return the codes of a plane without the unknown ones."""
+    return plane.translate(None, b"\0")
+
+
+def _merged(planes: Sequence[bytes], plane: int) -> bytes:
+    most = max(map(len, planes))
+    padded = [codes.ljust(most, b"\0") for codes in planes]
+    if plane not in _MEANS:
+        return bytes(map(max, *padded, repeat(0)))
+    counts = map(len(planes).__sub__, map(methodcaller("count", 0), zip(*padded, strict=True)))
+    if plane == POWER:  # codes are roots
+        sums = map(sum, zip(*(map(_SQUARES.__getitem__, codes) for codes in padded), strict=True))
+        return bytes(total and 1 + round(sqrt(total / count)) for total, count in zip(sums, counts, strict=True))
+    sums = map(sum, zip(*padded, strict=True))
+    return bytes(total and round(total / count) for total, count in zip(sums, counts, strict=True))
+
+
+def _watt_code(watts: float) -> int:
+    return 1 + min(round(sqrt(min(max(watts, 0.0), 1e4) * _WATT_STEPS)), 254)

@@ -1,0 +1,256 @@
+"""The last five minutes, hour and day of every GPU and of the cluster, in memory (pure).
+
+For N GPUs: 5 bytes x N each second for five minutes (each 5 s above 2,048 GPUs), 6 bytes x N per bucket of 30 s for an
+hour and of 5 min for a day: 23 MB for 8,000 GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
+from typing import NamedTuple, TypeVar
+
+from gpuboard.board.history.records import (
+    DECODE,
+    FREE,
+    MEMORY,
+    PARTS,
+    PEAK,
+    POWER,
+    TEMPERATURE,
+    UTILIZATION,
+    Record,
+    Samples,
+    column,
+    known,
+    merged,
+    sample,
+    select,
+)
+from gpuboard.model.snapshot import Snapshot
+
+T = TypeVar("T")
+
+
+class Span(NamedTuple):
+    """A length of the past, and what its samples are."""
+
+    name: str
+    seconds: float
+    bucket_s: float  # 0: single samples
+
+
+FIVE_MINUTES = Span("5 min", 300.0, 0.0)
+HOUR = Span("1 h", 3600.0, 30.0)
+DAY = Span("24 h", 86400.0, 300.0)
+SPANS = (FIVE_MINUTES, HOUR, DAY)
+SPAN_S = FIVE_MINUTES.seconds
+
+_PERIODS_S = ((512, 1.0), (2048, 2.0))  # (GPUs at most, seconds per sample), …
+_PERIOD_S = 5.0  # … and above that
+_SHOWN = (UTILIZATION, MEMORY, TEMPERATURE, POWER, PEAK)  # the fields of Samples
+_SPARE = 64  # GPUs that are gone are kept, up to as many as there are and this number
+
+
+class Cluster(NamedTuple):
+    """The whole cluster, oldest first, all of one length. Times are epoch seconds, of a bucket its begin."""
+
+    times: tuple[float, ...] = ()
+    utilization: tuple[float | None, ...] = ()  # mean of the GPUs that were read, percent
+    free: tuple[float | None, ...] = ()  # GPUs; one in MIG mode counts by the part of its devices that is free
+    known: tuple[int, ...] = ()  # GPUs whose state was known
+
+
+class _Total(NamedTuple):
+    utilization: float | None
+    free: float | None
+    known: int
+
+
+class Past(NamedTuple):
+    """The records of all spans, and the column of each GPU in them."""
+
+    records: tuple[tuple[Record, ...], ...]  # by the index in SPANS, oldest first
+    columns: dict[str, int]  # by UUID
+
+
+class History:
+    """The past of all GPUs. One thread adds; others may read meanwhile."""
+
+    def __init__(self) -> None:
+        self._past = Past(((),) * len(SPANS), {})  # replaced as a whole: readers need no lock
+        self._totals: dict[int, tuple[Record, _Total]] = {}  # by the id of a record, which is kept with it
+        self._own: frozenset[str] = frozenset()  # GPUs seen here: loaded records may have others
+        self._loaded: frozenset[str] = frozenset()
+        self._due = float("-inf")
+
+    def add(self, snapshot: Snapshot, now: float) -> bool:
+        """Take a sample if one is due; return whether it was taken.
+
+        ``now``: epoch seconds. After the clock was set back, everything later than now is dropped.
+        """
+        samples = self._past.records[0]
+        if samples and now < samples[-1].at:
+            self._set_back(now)
+        if now < self._due or not any(node.gpus for node in snapshot.nodes):
+            return False
+        self._close(now)
+        own = {gpu.uuid for node in snapshot.nodes for gpu in node.gpus}
+        if len(self._past.columns) > _SPARE + 2 * len(own) + len(self._loaded):
+            self._past = _only(self._past, own | self._loaded)
+        records, columns = self._past.records, dict(self._past.columns)
+        new = sample(snapshot.nodes, columns, now)
+        newest = tuple(one for one in records[0] if one.at > now - FIVE_MINUTES.seconds)
+        self._past = Past(((*newest, new), *records[1:]), columns)
+        if not own <= self._own:
+            self._own |= own
+            self._totals = {}
+        period_s = next((period_s for most, period_s in _PERIODS_S if len(own) <= most), _PERIOD_S)
+        late_s = now - self._due
+        on_time = late_s if late_s < period_s / 2 else 0.0  # scenes come unevenly: a late one does not delay the next
+        self._due = now + period_s - on_time
+        return True
+
+    def of(self, uuid: str, span: Span = FIVE_MINUTES) -> Samples:
+        """Return the samples of a GPU over ``span``, the unfinished bucket included; empty when there are none."""
+        records, columns = self._past
+        number = columns.get(uuid)
+        if number is None:
+            return Samples()
+        found = [column(record, number) for record in records[SPANS.index(span)]]
+        begin = _newest(records, span)
+        newest = _unfinished(records, span, lambda record: column(record, number), lambda parts: merged(parts, begin))
+        found += [newest] if newest is not None else []
+        values = [tuple(map(_decoded, found, repeat(plane))) for plane in _SHOWN]
+        return Samples(tuple(record.at for record in found), *values)
+
+    def utilization(self, uuid: str, count: int) -> tuple[int | None, ...]:
+        """Return the newest ``count`` samples of a GPU's utilization, oldest first; None where there is no sample."""
+        records, columns = self._past
+        number = columns.get(uuid)
+        if number is None:
+            return (None,) * count
+        codes = [record.planes[UTILIZATION][number : number + 1] for record in records[0][-count:]]
+        found = [code[0] - 1 if code > b"\0" else None for code in codes]
+        return (None,) * (count - len(found)) + tuple(found)
+
+    def means(self, uuids: Sequence[str], bins: int) -> list[float | None]:
+        """Return the mean utilization of GPUs over the last minutes, oldest first; None where there is no sample.
+
+        Bins are SPAN_S / ``bins`` long and begin at multiples of that, so that a drawn line only shifts.
+        """
+        records, columns = self._past.records[0], self._past.columns
+        numbers = [columns[uuid] for uuid in uuids if uuid in columns]
+        bin_s = SPAN_S / bins
+        newest = records[-1].at // bin_s if records else 0.0
+        sums, samples = [0] * bins, [0] * bins
+        for record in records:
+            at = int(record.at // bin_s - newest) + bins - 1
+            if at >= 0:
+                plane = record.planes[UTILIZATION]
+                codes = known(bytes(plane[number] for number in numbers if number < len(plane)))
+                sums[at] += sum(codes) - len(codes)
+                samples[at] += len(codes)
+        return [total / number if number else None for total, number in zip(sums, samples, strict=True)]
+
+    def cluster(self, span: Span = FIVE_MINUTES) -> Cluster:
+        """Return the samples of all GPUs of this board over ``span``, the unfinished bucket included."""
+        records, columns = self._past
+        own, totals = self._own, self._totals
+        numbers = [number for uuid, number in columns.items() if uuid in own]
+
+        def total(record: Record) -> _Total:
+            if id(record) not in totals:
+                whole = len(numbers) >= len(record.planes[0])
+                totals[id(record)] = record, _total(record if whole else select(record, numbers, len(columns)))
+            return totals[id(record)][1]
+
+        found = [(record.at, total(record)) for record in records[SPANS.index(span)]]
+        newest = _unfinished(records, span, total, _mean)
+        found += [(_newest(records, span), newest)] if newest is not None else []
+        if len(totals) > 2 * sum(map(len, records)):
+            self._totals = {}
+        return Cluster(
+            tuple(at for at, _ in found),
+            tuple(total.utilization for _, total in found),
+            tuple(total.free for _, total in found),
+            tuple(total.known for _, total in found),
+        )
+
+    def _close(self, now: float) -> None:
+        """Make the records of the buckets that have ended since the newest sample."""
+        records, columns = self._past
+        if not records[0]:
+            return
+        kept = list(records)
+        for index, span in enumerate(SPANS[1:], 1):
+            begin = _begin(records[0][-1].at, span)
+            if begin == _begin(now, span):
+                break
+            parts = [record for record in kept[index - 1] if _begin(record.at, span) == begin]
+            later = [record for record in kept[index] if now - span.seconds - span.bucket_s < record.at < begin]
+            kept[index] = (*later, merged(parts, begin))
+        self._past = Past(tuple(kept), columns)
+
+    def _set_back(self, now: float) -> None:
+        records, columns = self._past
+        ended = (
+            tuple(record for record in each if record.at + span.bucket_s <= now)
+            for each, span in zip(records, SPANS, strict=True)
+        )
+        self._past = Past(tuple(ended), columns)
+        self._due = now
+
+
+def _newest(records: Sequence[tuple[Record, ...]], span: Span) -> float:
+    """Return the begin of the newest bucket of a span."""
+    return _begin(records[0][-1].at, span) if records[0] and span.bucket_s else 0.0
+
+
+def _begin(at: float, span: Span) -> float:
+    """Return the begin of the bucket that a time falls into."""
+    return at // span.bucket_s * span.bucket_s
+
+
+def _unfinished(
+    records: Sequence[tuple[Record, ...]], span: Span, part: Callable[[Record], T], merge: Callable[[list[T]], T]
+) -> T | None:
+    """Return what the newest bucket of a span amounts to until now, from the parts of finer spans; None for samples."""
+    found: list[T] = []
+    if records[0]:
+        for finer, each in zip(records[: SPANS.index(span)], SPANS[1:], strict=False):
+            begin = _begin(records[0][-1].at, each)
+            found = [part(record) for record in finer if record.at >= begin] + ([merge(found)] if found else [])
+    return merge(found) if found else None
+
+
+def _only(past: Past, kept: Collection[str]) -> Past:
+    """Return a past without the other GPUs."""
+    columns = [(uuid, number) for uuid, number in past.columns.items() if uuid in kept]
+    numbers, size = [number for _, number in columns], len(past.columns)
+    records = tuple(tuple(select(record, numbers, size) for record in each) for each in past.records)
+    return Past(records, {uuid: number for number, (uuid, _) in enumerate(columns)})
+
+
+def _decoded(record: Record, plane: int) -> float | None:
+    codes = record.planes[plane]
+    return DECODE[plane][codes[0]] if codes else None
+
+
+def _total(record: Record) -> _Total:
+    used, free = known(record.planes[UTILIZATION]), known(record.planes[FREE])
+    return _Total(
+        sum(used) / len(used) - 1 if used else None,
+        round((sum(free) - len(free)) / PARTS, 2) if free else None,
+        len(free),
+    )
+
+
+def _mean(totals: Sequence[_Total]) -> _Total:
+    used = [total.utilization for total in totals if total.utilization is not None]
+    free = [total.free for total in totals if total.free is not None]
+    return _Total(
+        sum(used) / len(used) if used else None,
+        round(sum(free) / len(free), 2) if free else None,
+        max(total.known for total in totals),
+    )
