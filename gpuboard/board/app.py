@@ -133,6 +133,7 @@ class BoardApp(CrashHookApp):
         self.set_keymap(self.keymap)
         self.push_screen(ClusterScreen())
         self.core.start(lambda scene: self.post_message(SceneChanged(scene)))
+        self.core.record(lambda words: self.post_message(WorkDone(lambda: self._warn_each([words]))))
         self.ask(lambda: keeper.recover(self.core.env), self._warn_each)
         if self.guard is not None:
             loop = asyncio.get_running_loop()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gpuboard.board.dialogs.launch_process import Starter
 from gpuboard.board.history import History
+from gpuboard.board.history.recorder import Recorder
 from gpuboard.board.operations import Operations
 from gpuboard.board.scene import Scene
 from gpuboard.board.terminal.crash import report
@@ -61,6 +62,7 @@ class Core:
             scheduler=scheduler,
         )
         self.history = History()
+        self._recorder: Recorder | None = None
         make = finder(settings, env) if scheduler is not None else None
         self.operations = Operations(nodes, settings, env, self.fleet, make)
         self.runbook = Runbook(env)
@@ -80,6 +82,12 @@ class Core:
         self.connect()
         threading.Thread(target=self._watch, args=(changed,), name="scenes", daemon=True).start()
 
+    def record(self, tell: Callable[[str], object]) -> None:
+        """Load the history from disk and keep it there, in a background thread; ``tell`` gets messages, there, too."""
+        if not any(node.simulate for node in self.nodes.values()):
+            self._recorder = Recorder(self.history, self.env, tell)
+            self._recorder.start()
+
     def scene(self) -> Scene:
         """Return the cluster as it is now."""
         snapshot = self.fleet.snapshot()
@@ -89,6 +97,8 @@ class Core:
     def close(self) -> None:
         """End every connection within half a second, hung ones included."""
         self._closed.set()
+        if self._recorder is not None:
+            self._recorder.close()
         self.starter.close()
         self.operations.close()
         self.fleet.close()

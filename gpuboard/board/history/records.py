@@ -6,7 +6,7 @@ too short for: columns are only added, so that old records stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from math import sqrt
 from operator import itemgetter, methodcaller
@@ -52,6 +52,13 @@ class Record(NamedTuple):
 
     at: float  # epoch seconds
     planes: tuple[bytes, ...]
+
+
+class Past(NamedTuple):
+    """The records of several spans, and the column of each GPU in them."""
+
+    records: tuple[tuple[Record, ...], ...]  # of each span, oldest first
+    columns: dict[str, int]  # by UUID, in the order of the columns
 
 
 def is_current(node: NodeView, gpu: GpuView) -> bool:
@@ -100,6 +107,41 @@ def select(record: Record, numbers: Sequence[int], size: int) -> Record:
     """Return a record of the given columns of ``size``, in their order; the column ``size`` itself is unknown."""
     pick = itemgetter(*numbers, size)  # one more than asked for: with one alone it would not return a tuple
     return Record(record.at, tuple(bytes(pick(plane.ljust(size + 1, b"\0")))[:-1] for plane in record.planes))
+
+
+def only(past: Past, kept: Collection[str]) -> Past:
+    """Return a past without the other GPUs."""
+    return _arranged(past, [uuid for uuid in past.columns if uuid in kept])
+
+
+def join(first: Past, second: Past) -> Past:
+    """Return the records of both; where both have a value, the higher one. The columns of ``first`` stay."""
+    uuids = list(first.columns | second.columns)
+    spans = []
+    for one, other in zip(first.records, _arranged(second, uuids).records, strict=True):
+        records = {record.at: record for record in one}
+        for record in other:
+            mine = records.get(record.at)
+            records[record.at] = record if mine is None else _higher(mine, record)
+        spans.append(tuple(records[at] for at in sorted(records)))
+    return Past(tuple(spans), {uuid: number for number, uuid in enumerate(uuids)})
+
+
+def _arranged(past: Past, uuids: Sequence[str]) -> Past:
+    """Return a past with these columns."""
+    size = len(past.columns)
+    numbers = [past.columns.get(uuid, size) for uuid in uuids]
+    columns = {uuid: number for number, uuid in enumerate(uuids)}
+    if numbers[:size] == list(range(size)):
+        return Past(past.records, columns)
+    return Past(tuple(tuple(select(record, numbers, size) for record in each) for each in past.records), columns)
+
+
+def _higher(one: Record, other: Record) -> Record:
+    most = len(max(one.planes[0], other.planes[0], key=len))
+    pairs = zip(one.planes, other.planes, strict=True)
+    planes = (bytes(map(max, first.ljust(most, b"\0"), second.ljust(most, b"\0"))) for first, second in pairs)
+    return Record(one.at, tuple(planes))
 
 
 def known(plane: bytes) -> bytes:

@@ -6,7 +6,8 @@ hour and of 5 min for a day: 23 MB for 8,000 GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import NamedTuple, TypeVar
 
@@ -19,11 +20,14 @@ from gpuboard.board.history.records import (
     POWER,
     TEMPERATURE,
     UTILIZATION,
+    Past,
     Record,
     Samples,
     column,
+    join,
     known,
     merged,
+    only,
     sample,
     select,
 )
@@ -67,17 +71,11 @@ class _Total(NamedTuple):
     known: int
 
 
-class Past(NamedTuple):
-    """The records of all spans, and the column of each GPU in them."""
-
-    records: tuple[tuple[Record, ...], ...]  # by the index in SPANS, oldest first
-    columns: dict[str, int]  # by UUID
-
-
 class History:
-    """The past of all GPUs. One thread adds; others may read meanwhile."""
+    """The past of all GPUs. Threads may add and load; others may read meanwhile."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._past = Past(((),) * len(SPANS), {})  # replaced as a whole: readers need no lock
         self._totals: dict[int, tuple[Record, _Total]] = {}  # by the id of a record, which is kept with it
         self._own: frozenset[str] = frozenset()  # GPUs seen here: loaded records may have others
@@ -89,27 +87,28 @@ class History:
 
         ``now``: epoch seconds. After the clock was set back, everything later than now is dropped.
         """
-        samples = self._past.records[0]
-        if samples and now < samples[-1].at:
-            self._set_back(now)
-        if now < self._due or not any(node.gpus for node in snapshot.nodes):
-            return False
-        self._close(now)
-        own = {gpu.uuid for node in snapshot.nodes for gpu in node.gpus}
-        if len(self._past.columns) > _SPARE + 2 * len(own) + len(self._loaded):
-            self._past = _only(self._past, own | self._loaded)
-        records, columns = self._past.records, dict(self._past.columns)
-        new = sample(snapshot.nodes, columns, now)
-        newest = tuple(one for one in records[0] if one.at > now - FIVE_MINUTES.seconds)
-        self._past = Past(((*newest, new), *records[1:]), columns)
-        if not own <= self._own:
-            self._own |= own
+        with self._lock:
+            return self._add(snapshot, now)
+
+    def load(self, kept: Past, now: float) -> None:
+        """Add a past from a file; where both know a bucket of a GPU, the higher values count."""
+        with self._lock:
+            past = join(self._past, kept)
+            found = [past.records[0]]
+            for index, span in enumerate(SPANS[1:], 1):
+                known = {record.at: record for record in past.records[index]}
+                for begin in sorted({_begin(record.at, span) for record in found[-1]} - known.keys()):
+                    if index > 1 and begin + span.bucket_s <= now:  # the board ended before this bucket did
+                        known[begin] = merged([r for r in found[-1] if _begin(r.at, span) == begin], begin)
+                found.append(tuple(known[at] for at in sorted(known) if _oldest(span, now) < at <= now))
+            self._past = Past(tuple(found), past.columns)
+            self._loaded |= kept.columns.keys()
             self._totals = {}
-        period_s = next((period_s for most, period_s in _PERIODS_S if len(own) <= most), _PERIOD_S)
-        late_s = now - self._due
-        on_time = late_s if late_s < period_s / 2 else 0.0  # scenes come unevenly: a late one does not delay the next
-        self._due = now + period_s - on_time
-        return True
+
+    @property
+    def past(self) -> Past:
+        """All records, as they are now."""
+        return self._past
 
     def of(self, uuid: str, span: Span = FIVE_MINUTES) -> Samples:
         """Return the samples of a GPU over ``span``, the unfinished bucket included; empty when there are none."""
@@ -161,7 +160,7 @@ class History:
 
         def total(record: Record) -> _Total:
             if id(record) not in totals:
-                whole = len(numbers) >= len(record.planes[0])
+                whole = len(numbers) == len(columns)
                 totals[id(record)] = record, _total(record if whole else select(record, numbers, len(columns)))
             return totals[id(record)][1]
 
@@ -177,6 +176,29 @@ class History:
             tuple(total.known for _, total in found),
         )
 
+    def _add(self, snapshot: Snapshot, now: float) -> bool:
+        samples = self._past.records[0]
+        if samples and now < samples[-1].at:
+            self._set_back(now)
+        if now < self._due or not any(node.gpus for node in snapshot.nodes):
+            return False
+        self._close(now)
+        own = {gpu.uuid for node in snapshot.nodes for gpu in node.gpus}
+        if len(self._past.columns) > _SPARE + 2 * len(own) + len(self._loaded):
+            self._past = only(self._past, own | self._loaded)
+        records, columns = self._past.records, dict(self._past.columns)
+        new = sample(snapshot.nodes, columns, now)
+        newest = tuple(one for one in records[0] if one.at > now - FIVE_MINUTES.seconds)
+        self._past = Past(((*newest, new), *records[1:]), columns)
+        if not own <= self._own:
+            self._own |= own
+            self._totals = {}
+        period_s = next((period_s for most, period_s in _PERIODS_S if len(own) <= most), _PERIOD_S)
+        late_s = now - self._due
+        on_time = late_s if late_s < period_s / 2 else 0.0  # scenes come unevenly: a late one does not delay the next
+        self._due = now + period_s - on_time
+        return True
+
     def _close(self, now: float) -> None:
         """Make the records of the buckets that have ended since the newest sample."""
         records, columns = self._past
@@ -188,8 +210,8 @@ class History:
             if begin == _begin(now, span):
                 break
             parts = [record for record in kept[index - 1] if _begin(record.at, span) == begin]
-            later = [record for record in kept[index] if now - span.seconds - span.bucket_s < record.at < begin]
-            kept[index] = (*later, merged(parts, begin))
+            before = [record for record in kept[index] if _oldest(span, now) < record.at < begin]
+            kept[index] = (*before, merged(parts, begin))
         self._past = Past(tuple(kept), columns)
 
     def _set_back(self, now: float) -> None:
@@ -207,6 +229,11 @@ def _newest(records: Sequence[tuple[Record, ...]], span: Span) -> float:
     return _begin(records[0][-1].at, span) if records[0] and span.bucket_s else 0.0
 
 
+def _oldest(span: Span, now: float) -> float:
+    """Return the time from which on buckets of a span are kept."""
+    return now - span.seconds - span.bucket_s
+
+
 def _begin(at: float, span: Span) -> float:
     """Return the begin of the bucket that a time falls into."""
     return at // span.bucket_s * span.bucket_s
@@ -222,14 +249,6 @@ def _unfinished(
             begin = _begin(records[0][-1].at, each)
             found = [part(record) for record in finer if record.at >= begin] + ([merge(found)] if found else [])
     return merge(found) if found else None
-
-
-def _only(past: Past, kept: Collection[str]) -> Past:
-    """Return a past without the other GPUs."""
-    columns = [(uuid, number) for uuid, number in past.columns.items() if uuid in kept]
-    numbers, size = [number for _, number in columns], len(past.columns)
-    records = tuple(tuple(select(record, numbers, size) for record in each) for each in past.records)
-    return Past(records, {uuid: number for number, (uuid, _) in enumerate(columns)})
 
 
 def _decoded(record: Record, plane: int) -> float | None:
