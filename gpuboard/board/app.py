@@ -238,10 +238,10 @@ class BoardApp(CrashHookApp):
         if not message.option_selected:
             self.theme = self.theme_in_use
 
-    def remember(self, *, theme: str | None = None, view: ViewState | None = None) -> None:
+    def remember(self, *, theme: str | None = None, view: ViewState | None = None, span: str | None = None) -> None:
         """Keep a choice for the next start; saved after a debounce, in the background."""
         old = self.preferences
-        new = preferences.Preferences(theme=theme or old.theme, view=view or old.view)
+        new = preferences.Preferences(theme=theme or old.theme, view=view or old.view, span=span or old.span)
         if new == old:
             return
         self.preferences = new

@@ -9,6 +9,7 @@ from textual.binding import Binding, BindingType
 
 from gpuboard.board import clipboard
 from gpuboard.board.dialogs import launch, reserve
+from gpuboard.board.history import SPANS, Span
 from gpuboard.board.screens import processes
 from gpuboard.board.screens.base import BoardScreen
 
@@ -42,3 +43,21 @@ class ActingScreen(BoardScreen):
     def action_copy(self) -> None:
         """Offer texts about them to copy."""
         clipboard.open_copy(self.board, self.targets())
+
+
+class GraphScreen(ActingScreen):
+    """A screen with graphs; their span is the same on all of them and kept between starts."""
+
+    TITLE_WORDS = "Graphs"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("t", "span", "Time", id="graphs.span")]
+
+    @property
+    def span(self) -> Span:
+        """The span of the graphs."""
+        return next(span for span in SPANS if span.name == self.board.preferences.span)
+
+    def action_span(self) -> None:
+        """Show the next longer span, after the longest the shortest."""
+        self.board.remember(span=SPANS[(SPANS.index(self.span) + 1) % len(SPANS)].name)
+        if self.board.scene is not None:
+            self.show(self.board.scene)

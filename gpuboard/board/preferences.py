@@ -1,4 +1,4 @@
-"""Preferences kept between starts: theme, sort, filter and grouping, in the state folder's ``board.json``.
+"""Preferences kept between starts: theme, sort, filter, grouping, span of graphs; in the state folder's ``board.json``.
 
 A bad file is no error: the board starts with the defaults and shows one line about it.
 """
@@ -13,6 +13,7 @@ import msgspec
 from gpuboard import files, paths
 from gpuboard.board.arrange import GROUPS, PANES, SORTS, VIEWS, ViewState
 from gpuboard.board.filter.query import TEXT_MAX
+from gpuboard.board.history import FIVE_MINUTES, SPANS
 
 _SIZE = 64 * 1024  # bytes; we never write more
 
@@ -22,6 +23,7 @@ class Preferences(msgspec.Struct, frozen=True):
 
     theme: str | None = None  # None: never chosen
     view: ViewState = ViewState()
+    span: str = FIVE_MINUTES.name  # of the graphs, one of SPANS
 
 
 def path(env: Mapping[str, str]) -> Path:
@@ -48,6 +50,8 @@ def load(env: Mapping[str, str]) -> tuple[Preferences, str | None]:
         or len(view.filter) > TEXT_MAX
     ):
         kept = msgspec.structs.replace(kept, view=ViewState())
+    if kept.span not in {span.name for span in SPANS}:
+        kept = msgspec.structs.replace(kept, span=FIVE_MINUTES.name)
     return kept, None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from textual.pilot import Pilot
 
 from gpuboard.board.app import BoardApp
+from gpuboard.board.history import SPANS
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.gpu import GpuPanel, GpuScreen
 from gpuboard.board.screens.node import NodeScreen
@@ -56,6 +58,10 @@ def lab() -> Scene:
     )  # fmt: skip
 
 
+def shows(app: BoardApp, words: str) -> bool:
+    return words in screen(app)
+
+
 @asynccontextmanager
 async def opened(
     folder: Path, first: Scene | None = None, size: tuple[int, int] = (120, 50)
@@ -65,6 +71,25 @@ async def opened(
         await app.push_screen(GpuScreen("GPU-gpu1-1"))
         await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and "gpu1  GPU" in screen(app))
         yield app, pilot
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
+async def test_the_span_of_graphs_is_changed_and_kept(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with opened(tmp_path, size=size) as (app, pilot):
+        for second in range(0, 90000, 60):
+            app.core.history.add(lab().snapshot, 1e9 + second)
+        spans = {"5 min ago": 5, "60 min ago": 61, "24 h ago": 289}
+        for (first, count), span in zip(spans.items(), SPANS, strict=True):
+            await settle(pilot, partial(shows, app, first))
+            assert len(app.core.history.of("GPU-gpu1-1", span).times) == count
+            await pilot.press("t")
+        await settle(pilot, lambda: "5 min ago" in screen(app))
+        await pilot.press("t", "t")
+        assert "mean 90  peak 90" in screen(app)
+        app.push_screen(NodeScreen("gpu1"))
+        await settle(pilot, lambda: isinstance(app.screen, NodeScreen))
+        assert isinstance(app.screen, NodeScreen)
+        assert app.screen.span.name == "24 h" == app.preferences.span
 
 
 async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:

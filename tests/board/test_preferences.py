@@ -17,7 +17,9 @@ from tests.board.lab import board, make_core, settle
 from tests.waiting import until
 
 OTHER = Preferences(
-    theme="light", view=ViewState(view="table", sort="power", reverse=True, group="model", filter="a b")
+    theme="light",
+    view=ViewState(view="table", sort="power", reverse=True, group="model", filter="a b"),
+    span="24 h",
 )
 
 

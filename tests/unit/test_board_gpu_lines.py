@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuboard.board.dialogs.request_form import local
-from gpuboard.board.history import Samples
+from gpuboard.board.history import HOUR, Samples
 from gpuboard.board.scene import Place
 from gpuboard.board.screens.gpu import Known, Memory, notice
 from gpuboard.board.screens.node import node_lines
 from gpuboard.board.text.cells import width as cells_of
 from gpuboard.board.text.detail import gpu as gpu_lines
-from gpuboard.board.text.detail.gpu import Frame
+from gpuboard.board.text.detail.graphs import Frame, Graph, graphs
 from gpuboard.board.text.lines import Runs, named, wrapped
 from gpuboard.board.theme.styles import ASCII, UNICODE
 from gpuboard.model.snapshot import JobView, ProcessView
@@ -81,8 +81,8 @@ SAMPLES = Samples((1.0, 2.0), (50, None), (0.5, None), (60, None), (350, None))
 def test_readings_stand_side_by_side_where_there_is_room() -> None:
     lines = text(gpu_lines.readings(busy("n", 0), SAMPLES, Frame(73, 2, UNICODE)))
     assert [line[:5].strip() for line in lines] == ["Utili", "100│", "0│", "Power", "700│", "0│", ""]
-    assert lines[0] == "Utilization  90 %                     Memory       60 GiB of 80 GiB"
-    assert lines[3] == "Power        540 of 700 W             Temperature  64 °C"
+    assert lines[0] == "Utilization  90 %  mean 50  peak 50   Memory       60 GiB of 80 GiB"
+    assert lines[3] == "Power        540 of 700 W  peak 350   Temperature  64 °C          peak 60"
     assert lines[6] == "     5 min ago ──────────────── now        5 min ago ──────────────── now"
 
 
@@ -96,6 +96,25 @@ def test_readings_stand_below_each_other_where_there_is_not() -> None:
     assert [line.split()[0] for line in lines] == [
         "Utilization", "100|", "Memory", "80|", "Power", "700|", "Temperature", "100|", "5",
     ]  # fmt: skip
+
+
+def test_a_graph_has_thresholds_in_its_line_and_no_track_where_there_is_a_gap() -> None:
+    times = [float(at) for at in range(0, 3600, 30)]
+    values = [None if 60 <= k < 90 else 95.0 if k >= 110 else 20.0 for k in range(120)]
+    shown = Graph("Memory", "95 %", times, values, 100.0, "busy", warn=90.0)
+    name, top, bottom, axis = graphs([shown], Frame(65, 2, UNICODE, span=HOUR))
+    assert text([name, axis]) == [
+        "Memory       95 %                                mean 28  peak 95",
+        "     60 min ago ─── 45 ─────────── 30 ─────────── 15 ──────── now",
+    ]
+    assert top == [(" 100│", "dim"), ("⠉" * 30, "dim"), (" " * 15, ""), ("⠉" * 10, "dim"), ("⡏⠉⠉⠉⠉", "warn")]
+    assert bottom == [
+        ("   0│", "dim"), ("⠤" * 30, "busy"), (" " * 15, ""), ("⠤" * 10, "busy"), ("⠃", "warn"),
+        ("    ", "dim"),
+    ]  # fmt: skip
+    old = graphs([shown], Frame(65, 2, ASCII, dim=True, span=HOUR))
+    assert {role for line in old for run, role in line if run.strip()} == {"dim"}
+    assert text(old)[1].startswith(" 100|" + "'" * 30 + " " * 15)
 
 
 def test_unknown_readings_are_question_marks() -> None:

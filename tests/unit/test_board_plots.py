@@ -54,7 +54,9 @@ def test_a_plot_has_an_axis_and_the_newest_at_the_right() -> None:
 
 def test_the_axis_of_time_fits() -> None:
     assert time_axis(35, UNICODE, 300) == "     5 min ago ──────────────── now"
-    assert [len(time_axis(width, UNICODE, 300)) for width in range(9, 60)] == list(range(9, 60))
+    for span_s in (300, 3600, 86400):
+        assert [len(time_axis(width, UNICODE, span_s)) for width in range(9, 120)] == list(range(9, 120))
+    assert time_axis(64, UNICODE, 86400) == "     24 h ago ───── 18 ─────────── 12 ────────── 6 ───────── now"
 
 
 def test_samples_that_are_rare_fill_their_time() -> None:

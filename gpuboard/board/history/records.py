@@ -19,7 +19,7 @@ PLANES = 6
 _DELAY_S = 5.0  # values of a GPU older than this at its node's reading do not count as current
 PARTS = 250  # parts (of memory, of free time) are kept in 250ths
 _MEANS = {UTILIZATION, POWER, FREE}  # over several records; of the others the peak
-_WATT_STEPS = 25  # (code - 1)^2 / 25 W: 0 to 2,560 W, within 1 % from 100 W
+_WATT_STEPS = 25  # (code - 1)^2 / 25 W: 0 to 2,560 W, within 1.3 % from 250 W
 
 # What the code of each plane means; None: unknown
 DECODE: tuple[tuple[float | None, ...], ...] = (

@@ -11,11 +11,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
 
 from gpuboard.board.arrange import age_of, natural_nodes
-from gpuboard.board.gpu_actions import ActingScreen
+from gpuboard.board.gpu_actions import GraphScreen
 from gpuboard.board.history import History, is_current
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.screens import processes
 from gpuboard.board.text.detail import gpu as gpu_lines
+from gpuboard.board.text.detail.graphs import Frame
 from gpuboard.board.text.lines import Runs, above, named, title
 from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_key, process_rows
 from gpuboard.board.theme.styles import Glyphs
@@ -24,7 +25,8 @@ from gpuboard.board.widgets.grid import Grid, Row
 from gpuboard.board.widgets.pane import Pane
 from gpuboard.model.units import format_duration
 
-_PLOT_LINES = 4
+_PLOT_LINES, _PLOT_LINES_MOST = 3, 10
+_REST = 30  # lines of the screen besides the graphs, seldom more
 _PANEL_PLOT_LINES = (2, 6)  # at least, at most
 _PANEL_REST = 26  # lines that the panel needs besides, seldom more
 _PROCESSES = 12  # rows shown at once; more can be scrolled to
@@ -104,10 +106,10 @@ class GpuPanel(VerticalScroll, can_focus=False):
         known = self._memory.look(scene, time.monotonic())
         least, most = _PANEL_PLOT_LINES
         height = max(least, min(most, (self.size.height - _PANEL_REST) // 4))
-        pane.show(partial(_panel_lines, known, scene, history, gpu_lines.Frame(0, height, glyphs)))
+        pane.show(partial(_panel_lines, known, scene, history, Frame(0, height, glyphs)))
 
 
-def _panel_lines(known: Known, scene: Scene, history: History, frame: gpu_lines.Frame, width: int) -> list[Runs]:
+def _panel_lines(known: Known, scene: Scene, history: History, frame: Frame, width: int) -> list[Runs]:
     lines = notice(known, width)
     place = known.now or known.values
     if place is None or known.values is None:
@@ -120,7 +122,7 @@ def _panel_lines(known: Known, scene: Scene, history: History, frame: gpu_lines.
     return [*lines, [], *gpu_lines.neighbour_line(place, width), *gpu_lines.health(place.gpu, width, only_bad=True)]
 
 
-class GpuScreen(ActingScreen):
+class GpuScreen(GraphScreen):
     """One GPU: state and owner, plots of the last minutes, processes, links, health."""
 
     TITLE_WORDS = "GPU"
@@ -178,12 +180,14 @@ class GpuScreen(ActingScreen):
         if place is None or values is None:
             return
         old = known.old_s is not None
-        samples, glyphs = self.board.core.history.of(self.uuid), self.board.look.glyphs
+        span, glyphs = self.span, self.board.look.glyphs
+        samples = self.board.core.history.of(self.uuid, span)
+        height = max(_PLOT_LINES, min(_PLOT_LINES_MOST, (self.size.height - _REST) // 2))
         self.query_one("#head", Pane).show(
             lambda width: [*gpu_lines.head(place, scene, width), gpu_lines.age_line(place.node, place.gpu)]
         )
         self.query_one("#readings", Pane).show(
-            lambda width: gpu_lines.readings(values.gpu, samples, gpu_lines.Frame(width, _PLOT_LINES, glyphs, dim=old))
+            lambda width: gpu_lines.readings(values.gpu, samples, Frame(width, height, glyphs, old, span))
         )
         self._show_processes(process_rows(values, dim=old), no_processes(values))
         self.query_one("#links", Pane).show(lambda width: [title("Links"), *gpu_lines.links(place, width)])

@@ -11,6 +11,9 @@ from gpuboard.board.theme.styles import Glyphs
 
 Values = Sequence[float | None]
 _LABEL = 4  # cells of the numbers beside a plot
+_UNITS = ((60.0, "min", 1), (60.0, "min", 15), (3600.0, "h", 6))  # of time axes: seconds, name, units from mark to mark
+_STEPS = 6  # marks at most
+_STEP_CELLS = 11  # from mark to mark, at least; else there is only the first
 _BLOCKS = " .:#"  # of an area in ASCII, from empty to full
 _BRAILLE = 0x2800  # the pattern without dots; Unicode numbers the dots of the two columns from the top
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -137,13 +140,18 @@ def plot(
 
 
 def time_axis(width: int, glyphs: Glyphs, span_s: float) -> str:
-    """Return the time axis below a plot."""
+    """Return the time axis below a plot: its span, and parts of it where there is room."""
     cells = max(1, width - _LABEL - 1)
-    left, right = f"{span_s / 60:.0f} min ago", "now"
-    if cells < len(left) + len(right) + 3:
-        left = ""
-    rule = glyphs.line * max(0, cells - len(left) - len(right) - 2)
-    return " " * (_LABEL + 1) + f"{left} {rule} {right}"[-cells:].rjust(cells)
+    unit, name, step = next(each for each in _UNITS if span_s <= each[0] * each[2] * _STEPS)
+    marks = {0: f"{span_s / unit:.0f} {name} ago "}
+    if cells >= _STEP_CELLS * span_s / unit / step:
+        for number in range(step, int(span_s / unit), step):
+            marks[round(cells * (1 - number * unit / span_s)) - 1] = f" {number} "
+    line = glyphs.line * cells
+    for at, text in marks.items():
+        line = line[:at] + text + line[at + len(text) :]
+    line = line[: max(0, cells - 4)] + " now"
+    return " " * (_LABEL + 1) + (line if cells >= len(marks[0]) + 6 else "now".rjust(cells)[-cells:])
 
 
 def _level(value: float, low: float, high: float, top: int) -> int:

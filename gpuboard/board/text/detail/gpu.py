@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from math import inf
 
 from gpuboard.board.arrange import age_of
 from gpuboard.board.dialogs.request_form import local
-from gpuboard.board.history import SPAN_S, Samples
+from gpuboard.board.history import Samples
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import fit
+from gpuboard.board.text.detail.graphs import Frame, Graph, graphs
 from gpuboard.board.text.detail.health import evidence
 from gpuboard.board.text.detail.topology import legend, matrix, neighbours
 from gpuboard.board.text.format import age, flag_role
+from gpuboard.board.text.gpu_row import RED_HOT
 from gpuboard.board.text.lines import NAME, Runs, named, wrapped
-from gpuboard.board.text.plots import Values, plot, time_axis
-from gpuboard.board.theme.styles import LETTERS, Glyphs
+from gpuboard.board.theme.styles import LETTERS
 from gpuboard.model.links import SELF
 from gpuboard.model.snapshot import GpuView, NodeView, shown_flags
 from gpuboard.model.units import format_duration, format_size, ranges, seconds_of
@@ -30,23 +30,7 @@ FLAG_WORDS = {
 }
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 _CELL = 6  # of a matrix of links
-_TWO_COLUMNS = 72  # least width for two plots side by side
-
-
-class Frame(NamedTuple):
-    """How readings are drawn: width in cells, lines per plot, glyphs."""
-
-    width: int
-    height: int
-    glyphs: Glyphs
-    dim: bool = False  # the values are old
-
-
-class _Reading(NamedTuple):
-    name: str
-    now: str
-    values: Values
-    high: float
+_MEMORY_WARN = 0.95  # part in use from which allocations are about to fail
 
 
 def head(place: Place, scene: Scene, width: int) -> list[Runs]:
@@ -95,47 +79,37 @@ def age_line(node: NodeView, gpu: GpuView) -> Runs:
 
 
 def readings(gpu: GpuView, samples: Samples, frame: Frame) -> list[Runs]:
-    """Return the four readings, each with its plot; two side by side where they fit."""
-    total_gib = (gpu.memory_total or 0) / 2**30
+    """Return the four readings with their graphs over the span of ``frame``."""
+    total = gpu.memory_total or 0
+    total_gib = total / 2**30
     limit = "?" if gpu.power_limit is None else f"{gpu.power_limit:.0f}"
     power_top = gpu.power_limit or max((p for p in samples.power if p is not None), default=100)
     power = "?" if gpu.power is None else f"{gpu.power:.0f}"
-    blocks = [
-        _Reading("Utilization", _unit(gpu.utilization, "%"), samples.utilization, 100.0),
-        _Reading(
+    memory = f"{format_size(gpu.memory_used)} of {format_size(gpu.memory_total)}"
+    shared = ", the host's" if gpu.memory_shared else ""
+    times, role = samples.times, gpu.state
+    shown = [
+        Graph("Utilization", _unit(gpu.utilization, "%"), times, samples.utilization, 100.0, role, peaks=samples.peak),
+        Graph(
             "Memory",
-            f"{format_size(gpu.memory_used)} of {format_size(gpu.memory_total)}"
-            + (", the host's" if gpu.memory_shared else ""),
+            memory + shared,
+            times,
             [None if part is None else part * total_gib for part in samples.memory],
             total_gib or 1.0,
+            role,
+            warn=_MEMORY_WARN * total_gib or inf,
         ),
-        _Reading("Power", f"{power} of {limit} W", samples.power, power_top),
-        _Reading("Temperature", _unit(gpu.temperature, "°C"), samples.temperature, 100.0),
+        Graph("Power", f"{power} of {limit} W", times, samples.power, power_top, role, words=_watts),
+        Graph(
+            "Temperature", _unit(gpu.temperature, "°C"), times, samples.temperature, 100.0, role, RED_HOT, RED_HOT + 5
+        ),
     ]
-    columns = 2 if frame.width >= _TWO_COLUMNS else 1
-    each = frame._replace(width=(frame.width - 3 * (columns - 1)) // columns)
-    drawn = [_block(block, gpu.state, samples.times, each) for block in blocks]
-    axis: Runs = [(time_axis(each.width, frame.glyphs, SPAN_S), "dim")]
-    for block in drawn[-columns:]:
-        block.append(axis)
-    lines: list[Runs] = []
-    for first in range(0, len(drawn), columns):
-        for parts in zip(*drawn[first : first + columns], strict=True):
-            line = list(parts[0])
-            for part in parts[1:]:
-                line += [("   ", ""), *part]
-            lines.append(line)
-    return lines
+    return graphs(shown, frame)
 
 
-def _block(reading: _Reading, state: str, times: Sequence[float], frame: Frame) -> list[Runs]:
-    """Return a reading: name and value, the plot below them; every line has the full width."""
-    role = "dim" if frame.dim else "unknown" if reading.now.startswith("?") else ""
-    lines: list[Runs] = [[(reading.name.ljust(NAME), "dim"), (fit(reading.now, frame.width - NAME), role)]]
-    rows = plot(times, reading.values, frame.width, frame.height, frame.glyphs, span_s=SPAN_S, high=reading.high)
-    for label, area in rows:
-        lines.append([(label, "dim"), (area.ljust(frame.width - len(label)), "dim" if frame.dim else state)])
-    return lines
+def _watts(value: float) -> str:
+    """Return a power of the past, which is kept within 1.3 %."""
+    return f"{round(value, -1) if value >= 50 else value:.0f}"
 
 
 def _unit(value: float | None, unit: str) -> str:

@@ -1,0 +1,100 @@
+"""Graphs of readings: a thin line on a fixed grid, a dim track at the maximum, mean and peak, axes (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from math import inf
+from typing import NamedTuple
+
+from gpuboard.board.history import FIVE_MINUTES, Span
+from gpuboard.board.text.cells import fit, width
+from gpuboard.board.text.lines import NAME, Runs
+from gpuboard.board.text.plots import Values, bins, per_cell, plot, time_axis
+from gpuboard.board.theme.styles import Glyphs
+
+_TWO_COLUMNS = 72  # least width for two graphs side by side
+_GAP = 3  # cells between them
+_TRACKS = "⠉", "'"  # in Unicode and ASCII
+
+
+class Frame(NamedTuple):
+    """How readings are drawn: width in cells, lines per graph, glyphs."""
+
+    width: int
+    height: int
+    glyphs: Glyphs
+    dim: bool = False  # the values are old
+    span: Span = FIVE_MINUTES
+
+
+class Graph(NamedTuple):
+    """A reading and its past, in one unit from 0 to ``high``; from ``warn`` and ``bad`` on it has their roles."""
+
+    name: str
+    now: str
+    times: Sequence[float]
+    values: Values
+    high: float
+    role: str = ""  # of the line
+    warn: float = inf
+    bad: float = inf
+    peaks: Values = ()  # of the samples, where they differ from ``values``
+    words: Callable[[float], str] = "{:.0f}".format  # of a value of the past
+
+    def summary(self) -> str:
+        """Return mean and peak in the time on show; "" without values."""
+        known = [value for value in self.values if value is not None]
+        peaks = [value for value in self.peaks or self.values if value is not None]
+        if not known:
+            return ""
+        return f"mean {self.words(sum(known) / len(known))}  peak {self.words(max(peaks, default=0.0))}"
+
+
+def graphs(shown: Sequence[Graph], frame: Frame) -> list[Runs]:
+    """Return graphs with their names above, two side by side where they fit, and a time axis at the end."""
+    columns = 2 if frame.width >= _TWO_COLUMNS else 1
+    each = frame._replace(width=(frame.width - _GAP * (columns - 1)) // columns)
+    drawn = [_lines(one, each) for one in shown]
+    axis: Runs = [(time_axis(each.width, frame.glyphs, frame.span.seconds), "dim")]
+    for one in drawn[-(len(drawn) % columns or columns) :]:
+        one.append(axis)
+    lines: list[Runs] = []
+    for first in range(0, len(drawn), columns):
+        for parts in zip(*drawn[first : first + columns], strict=True):
+            line = list(parts[0])
+            for part in parts[1:]:
+                line += [(" " * _GAP, ""), *part]
+            lines.append(line)
+    return lines
+
+
+def _lines(graph: Graph, frame: Frame) -> list[Runs]:
+    """Return name, value and summary, the plot below them; every line has the full width."""
+    role = "dim" if frame.dim else "unknown" if graph.now.startswith("?") else ""
+    summary, room = graph.summary(), frame.width - NAME - width(graph.now)
+    if len(summary) + 2 > room:
+        summary = summary.rpartition("  ")[2] if len(summary.rpartition("  ")[2]) + 2 <= room else ""
+    now = fit(graph.now, frame.width - NAME - len(summary))
+    lines: list[Runs] = [[(graph.name.ljust(NAME), "dim"), (now, role), (summary, "dim")]]
+    seconds = frame.span.seconds
+    rows = plot(graph.times, graph.values, frame.width, frame.height, frame.glyphs, span_s=seconds, high=graph.high)
+    each = per_cell(frame.glyphs)
+    count = len(rows[0][1]) * each
+    values = bins(graph.times, graph.values, seconds / count, count)
+    cells = [[value for value in values[at : at + each] if value is not None] for at in range(0, count, each)]
+    roles = ["" if not known else "dim" if frame.dim else _role(graph, max(known)) for known in cells]
+    for number, (label, area) in enumerate(rows):
+        track = _TRACKS[frame.glyphs.ascii] if number == 0 else " "
+        marks = [
+            (track, "dim") if mark == " " and known else (mark, role)
+            for mark, role, known in zip(area, roles, cells, strict=True)
+        ]
+        joined = [("".join(mark for mark, _ in run), role) for role, run in groupby(marks, key=lambda one: one[1])]
+        rest = frame.width - len(label) - len(area)
+        lines.append([(label, "dim"), *joined, *([(" " * rest, "")] if rest > 0 else [])])
+    return lines
+
+
+def _role(graph: Graph, value: float) -> str:
+    return "bad" if value >= graph.bad else "warn" if value >= graph.warn else graph.role
