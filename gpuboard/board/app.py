@@ -238,10 +238,22 @@ class BoardApp(CrashHookApp):
         if not message.option_selected:
             self.theme = self.theme_in_use
 
-    def remember(self, *, theme: str | None = None, view: ViewState | None = None, span: str | None = None) -> None:
+    def remember(
+        self,
+        *,
+        theme: str | None = None,
+        view: ViewState | None = None,
+        span: str | None = None,
+        filters: Sequence[preferences.SavedFilter] | None = None,
+    ) -> None:
         """Keep a choice for the next start; saved after a debounce, in the background."""
         old = self.preferences
-        new = preferences.Preferences(theme=theme or old.theme, view=view or old.view, span=span or old.span)
+        new = preferences.Preferences(
+            theme=theme or old.theme,
+            view=view or old.view,
+            span=span or old.span,
+            filters=old.filters if filters is None else tuple(filters),
+        )
         if new == old:
             return
         self.preferences = new

@@ -1,4 +1,4 @@
-"""The command palette (ctrl-p): every action of the screen and the app, every node and GPU by name, and the themes."""
+"""The command palette (ctrl-p): the actions of screen and app, nodes and GPUs by name, saved filters, themes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
+
+from gpuboard.board.dialogs.saved_filters import saved
+from gpuboard.board.screens.base import FilteredScreen
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -83,6 +86,9 @@ class Palette(Themes):
             run = partial(self.board.run_action, binding.action, active.node)
             found[binding.id] = _Command(binding.description, key, run, binding.show or binding.id.startswith("app."))
         yield from found.values()
+        if isinstance(screen := self.screen, FilteredScreen):
+            for one in saved(self.board, screen.FILTERED):
+                yield _Command(f"Filter: {one.name}", one.text, partial(screen.use_filter, one.text))
         yield from super().commands()
 
     async def search(self, query: str) -> Hits:

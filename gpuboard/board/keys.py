@@ -181,6 +181,7 @@ _SECTIONS = {
     "app": "Everywhere",
     "gpus": "GPUs",
     "grid": "Lists",
+    "filter": "Filter keys",
     "dialog": "Dialogs",
     "replay": "Replay of a recording",
 }

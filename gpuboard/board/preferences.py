@@ -1,4 +1,4 @@
-"""Preferences kept between starts: theme, sort, filter, grouping, span of graphs; in the state folder's ``board.json``.
+"""Preferences kept between starts: theme, sort, filters, grouping, span of graphs; ``board.json`` in the state folder.
 
 A bad file is no error: the board starts with the defaults and shows one line about it.
 """
@@ -18,12 +18,21 @@ from gpuboard.board.history import FIVE_MINUTES, SPANS
 _SIZE = 64 * 1024  # bytes; we never write more
 
 
+class SavedFilter(msgspec.Struct, frozen=True):
+    """A filter with a name. ``rows``: what it filters, as ``FilteredScreen.FILTERED``."""
+
+    name: str
+    text: str
+    rows: str = "GPUs"
+
+
 class Preferences(msgspec.Struct, frozen=True):
     """Unknown keys, of later versions, are ignored; missing ones have their defaults."""
 
     theme: str | None = None  # None: never chosen
     view: ViewState = ViewState()
     span: str = FIVE_MINUTES.name  # of the graphs, one of SPANS
+    filters: tuple[SavedFilter, ...] = ()
 
 
 def path(env: Mapping[str, str]) -> Path:

@@ -314,7 +314,7 @@ async def test_the_filter_looks_through_what_is_typed(tmp_path: Path) -> None:
         await pilot.press("escape")
         await pilot.pause()
         assert len(lines(shown.grid)) == 6
-        assert not shown.query_one("#filter", Input).display
+        assert not shown.field.display
 
 
 async def test_the_hint_for_filters_is_complete_and_slash_is_part_of_it(tmp_path: Path) -> None:
@@ -403,7 +403,7 @@ async def test_the_view_is_kept_between_starts(tmp_path: Path) -> None:
         await pilot.press("t", "s", "j", "j", "enter", "S", "g", "slash", *"state:free", "enter", "q")
     async with opened(tmp_path) as (app, shown, pilot):
         assert shown.view == ViewState(view="table", sort="model", reverse=True, group="node", filter="state:free")
-        assert shown.query_one("#filter", Input).display
+        assert shown.field.display
         assert status(app).startswith("6 GPUs match  by model ▼  grouped by node")
         assert len(lines(shown.grid)) == 4 + 6 + 2  # headings, GPUs, and the devices of the one in MIG mode
 

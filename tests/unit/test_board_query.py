@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from gpuboard.board.filter.conditions import KEYS
 from gpuboard.board.filter.query import QueryError, parse
 from gpuboard.board.scene import Scene
+from gpuboard.model.lease import Lease, LeaseGpu
 from gpuboard.model.snapshot import JobView, ProcessView
 from tests.board.made import GIB, awaited, busy, crowd, gpu, lease, mig, node, scene, unread
 
@@ -207,3 +209,41 @@ def test_a_large_cluster_is_filtered_within_a_frame_or_few() -> None:
     number = sum(query.matches(one, g, large) for one in large.snapshot.nodes for g in one.gpus)
     assert number > 0
     assert time.process_time() - started < 0.2  # 7 ms where nothing else runs
+
+
+def mig_lease(name: str, owner: str, on: str, uuid: str, uid: int = 1001) -> Lease:
+    """Return a lease on a MIG device."""
+    return msgspec.structs.replace(lease(name, owner, [], uid), gpus=[LeaseGpu(node=on, index=0, uuid=uuid)])
+
+
+def test_the_caller_s_own_gpus_are_found_by_me_whatever_the_name_on_the_node() -> None:
+    me, they = 1001, 1002
+    mine = ProcessView(1, "al", "train", 1, "compute", uid=me)
+    theirs = ProcessView(2, "merlin", "train", 1, "compute", uid=they)
+    shown = scene(
+        node("gpu01", [gpu("gpu01", 0, processes=[mine]), gpu("gpu01", 1, processes=[theirs]), gpu("gpu01", 2)]),
+        node("gpu02", [gpu("gpu02", 0, leases=["k3f9"]), gpu("gpu02", 1, processes=[mine])]),
+        node("gpu03", [mig("gpu03", 0, "reserved", "free")]),
+        unread("gpu04"),
+        leases=[lease("k3f9", "al", [("gpu02", 0)], uid=me), mig_lease("m2", "al", "gpu03", "MIG-gpu03-0-0", uid=me)],
+        uids={"gpu01": me, "gpu02": me, "gpu03": me},
+    )
+    assert found("user:me", shown) == ["gpu01:0", "gpu02:0", "gpu02:1", "gpu03:0"]
+    assert found("user=merlin", shown) == ["gpu01:1"]
+    assert found("user:me,merlin", shown) == ["gpu01:0", "gpu01:1", "gpu02:0", "gpu02:1", "gpu03:0"]
+    assert found("-user:me", shown) == ["gpu01:1", "gpu01:2", "gpu04"]
+
+
+def test_mig_devices_are_found_by_state_model_user_and_any_word() -> None:
+    device = msgspec.structs.replace(mig("gpu01", 0, "allocated").mig[0], jobs=[JobView("77", "dora", "long", None)])
+    other = msgspec.structs.replace(mig("gpu01", 0, "allocated", "free").mig[1], reason="no claim", uuid="MIG-b")
+    held = msgspec.structs.replace(mig("gpu01", 0), mig=[device, other])
+    shown = scene(
+        node("gpu01", [held]), node("gpu02", [mig("gpu02", 0, "busy")]),
+        leases=[mig_lease("m2", "erin", "gpu02", "MIG-gpu02-0-0")],
+    )  # fmt: skip
+    for text in ("state:allocated", "state:free", "user:dora", "dora", "job:77", '"no claim"', "MIG-b"):
+        assert found(text, shown) == ["gpu01:0"], text
+    for text in ("state:busy", "user:erin", "erin"):
+        assert found(text, shown) == ["gpu02:0"], text
+    assert found("model:3g", shown) == found(device.profile, shown) == ["gpu01:0", "gpu02:0"]

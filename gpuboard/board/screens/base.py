@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rich.text import Text
+from textual import on
+from textual.binding import Binding, BindingType
 from textual.screen import Screen
-from textual.widgets import Static
+from textual.widget import Widget
+from textual.widgets import Input, Static
 
+from gpuboard.board.dialogs.saved_filters import open_save, open_saved
+from gpuboard.board.filter.language import Key, Language, Query
 from gpuboard.board.scene import Scene
+from gpuboard.board.widgets.filter_field import FilterField, FilterInput
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -63,3 +70,98 @@ class BoardScreen(Screen[None]):
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a node (``node:NAME``) or a GPU (its UUID), if this screen has a row for it."""
+
+
+class FilteredScreen(BoardScreen):
+    """A screen with a filter for its rows.
+
+    A subclass declares ``LANGUAGE``, composes ``filter_field()`` above the rows, shows the rows for which
+    ``query.matches`` holds, and implements ``filter_rows``.
+    """
+
+    LANGUAGE: ClassVar[Language[Any]]
+    FILTERED = "rows"  # what is filtered; saved filters are kept for each
+    FILTER_HINT = ""  # an example, shown in the empty field
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "filter", "Filter", id="filter.open"),
+        Binding("F", "saved_filters", "Saved filters", id="filter.saved", show=False),
+        Binding("ctrl+s", "save_filter", "Save filter", id="filter.save", show=False),
+    ]
+
+    def filter_field(self) -> FilterField:
+        """Return the field."""
+        return FilterField(self.LANGUAGE, self._values, self.FILTER_HINT, self.filter_changed)
+
+    @property
+    def field(self) -> FilterField:
+        return self.query_one(FilterField)
+
+    @property
+    def query_in_force(self) -> Query[Any]:
+        """The filter of the rows."""
+        return self.field.query_in_force
+
+    @abstractmethod
+    def filter_rows(self) -> Iterable[tuple[Any, ...]]:
+        """Return every row, filtered or not, as the arguments of the language's predicates."""
+
+    @property
+    @abstractmethod
+    def rows_widget(self) -> Widget:
+        """The widget of the rows."""
+
+    def filter_changed(self) -> None:
+        """Show the rows of the filter that is in force now."""
+        if self.board.scene is not None:
+            self.show(self.board.scene)
+
+    def _values(self, key: Key[Any]) -> Iterable[str]:
+        offers = key.offers
+        return () if offers is None else {value for row in self.filter_rows() for value in offers(*row) if value}
+
+    def action_filter(self) -> None:
+        """Open the filter."""
+        self.field.open()
+
+    def action_saved_filters(self) -> None:
+        """Choose one of the saved filters."""
+        open_saved(self)
+
+    def action_save_filter(self) -> None:
+        """Save the filter by name."""
+        open_save(self)
+
+    def use_filter(self, text: str) -> None:
+        """Filter by ``text``."""
+        self.field.put(text)
+        self.set_focus(self.rows_widget)
+
+    def clear_filter(self) -> bool:
+        """Clear and close the filter; return whether it was open."""
+        was_open = self.field.is_open
+        if was_open:
+            self.set_focus(self.rows_widget)
+            self.field.close()
+        return was_open
+
+    def action_back(self) -> None:
+        """Clear the filter, or, without one, leave the screen."""
+        if not self.clear_filter():
+            self.board.pop_screen()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hide ``/`` from the footer while a filter is typed: it is text then."""
+        typing = isinstance(self.focused, FilterInput)
+        return not (action == "filter" and typing) and super().check_action(action, parameters)
+
+    @on(FilterInput.Left)
+    def _to_the_rows(self) -> None:
+        self.set_focus(self.rows_widget)
+
+    @on(Input.Submitted, "#filter")
+    def _submitted(self) -> None:
+        """Return to the rows; close an empty filter."""
+        if self.field.input.value.strip():
+            self.set_focus(self.rows_widget)
+        else:
+            self.clear_filter()

@@ -11,21 +11,19 @@ from typing import ClassVar
 
 import msgspec
 from rich.style import Style
-from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
-from textual.widgets import Input
 
 from gpuboard.board.arrange import GROUPS, SORTS, NodeRow, ViewState, arrange, arrange_nodes, natural, pane_of
 from gpuboard.board.dialogs.base import Choose
-from gpuboard.board.filter.query import Query, QueryError, parse
+from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.gpu_actions import ActingScreen
 from gpuboard.board.scene import Place, Scene
+from gpuboard.board.screens.base import FilteredScreen
 from gpuboard.board.screens.gpu import GpuPanel
 from gpuboard.board.text.cells import fit, width
 from gpuboard.board.text.format import FLAG_MARKS, flag_role
-from gpuboard.board.text.lines import wrapped
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
@@ -33,33 +31,33 @@ from gpuboard.board.widgets.pane import Banners, Lines, Summary
 from gpuboard.board.widgets.picture import Picture
 from gpuboard.board.widgets.single_node import MeterGrid, SingleNode
 from gpuboard.board.widgets.table import GpuTable
+from gpuboard.model.snapshot import GpuView, NodeView
 
 _DOWN_FIRST = frozenset(
     {"memory", "utilization", "power", "temperature", "age"}
 )  # usually the highest value is of interest
-_HINT = "user:alice state:free mem>40G model:H100 node:gpu[01-04], or any word"
 _NO_MATCH = "No GPU matches the filter.\nEscape clears it."
 _NO_NODES = "No nodes.\nList some with gpuboard --nodes gpu[01-04], or as `nodes` in the config file."
 _NAME_MOST = 24  # cells of the filter's text in the status line
 _NODE = "node:"  # prefix of the keys of nodes
 
 
-class ClusterScreen(ActingScreen):
+class ClusterScreen(FilteredScreen, ActingScreen):
     """The first screen. Picture and table share one cursor and one selection, both by UUID."""
 
     TITLE_WORDS = "Cluster"
     NOTICE = False
+    LANGUAGE = GPUS
+    FILTERED = "GPUs"
+    FILTER_HINT = "user:alice state:free mem>40G model:H100 node:gpu[01-04], or any word"
     AUTO_FOCUS = ""  # on_mount gives the focus to the rows
     DEFAULT_CSS = """
-    ClusterScreen #filter { display: none; height: 1; border: none; padding: 0 1; }
-    ClusterScreen #filter.-open { display: block; }
     ClusterScreen #body { height: 1fr; }
     ClusterScreen #side { scrollbar-size-vertical: 1; }
     ClusterScreen.-below #body { layout: vertical; }
     ClusterScreen.-below #side { border-top: solid $panel; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "filter", "Filter", id="cluster.filter"),
         Binding("t", "view", "View", id="cluster.view"),
         Binding("s", "sort", "Sort", id="cluster.sort"),
         Binding("S", "reverse", "Reverse order", id="cluster.reverse", show=False),
@@ -67,13 +65,11 @@ class ClusterScreen(ActingScreen):
         Binding("n", "node", "Node", id="cluster.node", show=False),
         Binding("p", "pane", "Detail pane", id="cluster.pane", show=False),
         Binding("escape", "clear", "Clear filter/selection", id="cluster.clear", show=False),
-        Binding("down", "rows", "To the rows", id="cluster.rows", show=False),
     ]
 
     def __init__(self) -> None:
         super().__init__()
         self.view = ViewState()
-        self._query: Query = parse("")
         self._marks: frozenset[str] = frozenset()
         self._matching: int | None = None  # GPUs that match the filter; None: no filter
         self._single = False  # there is one node only
@@ -82,8 +78,7 @@ class ClusterScreen(ActingScreen):
         """Header, filter, picture or table, the cursor's GPU, keys."""
         yield Summary(id="summary")
         yield Banners(id="banners")
-        yield Input(placeholder=_HINT, id="filter", compact=True, select_on_focus=False, disabled=True)
-        yield Lines(id="wrong")
+        yield self.filter_field()
         with Horizontal(id="body"):
             yield Picture(self.board.core.history, id="picture")
             yield SingleNode(self.board.core.history, id="single")
@@ -95,10 +90,7 @@ class ClusterScreen(ActingScreen):
     def on_mount(self) -> None:
         """Restore view, order and filter from the last start."""
         self.view = self.board.preferences.view
-        box = self.query_one("#filter", Input)
-        box.value = self.view.filter
-        box.set_class(bool(self.view.filter), "-open")
-        box.disabled = not self.view.filter  # else keys pressed early would go into it
+        self.field.put(self.view.filter)
         self._single = len(self.board.core.nodes) == 1
         self._switch()
         self.grid.set_empty(f"Reading {len(self.board.core.nodes)} nodes")
@@ -157,7 +149,8 @@ class ClusterScreen(ActingScreen):
         """Draw ``scene``: the visible rows, and one pass over all GPUs for sums, filter and order."""
         self.query_one("#summary", Summary).show_scene(scene)
         self.query_one("#banners", Banners).show_scene(scene)
-        matches = self._query.matches if self._query else None
+        query = self.query_in_force
+        matches = query.matches if query else None
         if self._single != (len(scene.snapshot.nodes) == 1):
             with self._cursor_kept():
                 self._single = not self._single
@@ -182,8 +175,6 @@ class ClusterScreen(ActingScreen):
     def on_resize(self) -> None:
         """Redraw what depends on the size."""
         self._place_pane()
-        if self.query_one("#wrong", Lines).display:
-            self._filter_by(self.query_one("#filter", Input).value)
         self.call_after_refresh(self.on_screen_resume)  # with the scene that is the newest then
 
     def restyle(self) -> None:
@@ -200,8 +191,8 @@ class ClusterScreen(ActingScreen):
         if key.startswith(_NODE) and (node := scene.nodes.get(key.removeprefix(_NODE))) is not None and node.gpus:
             key = node.gpus[0].uuid
         self.grid.cursor = key
-        if self.grid.cursor != key and self._query:
-            self._close_filter()
+        if self.grid.cursor != key and self.query_in_force:
+            self.clear_filter()
             self.grid.cursor = key
 
     def _place_pane(self) -> None:
@@ -239,8 +230,9 @@ class ClusterScreen(ActingScreen):
             parts.append((f"{len(self._marks)} selected" + (f", {gone} gone" if gone else ""), "marked"))
         if self._matching is not None:
             words = "1 GPU matches" if self._matching == 1 else f"{self._matching} GPUs match"
-            if self.query_one("#wrong", Lines).display:  # the text in the field is not the filter in force
-                words += f" {fit(self._query.text, min(width(self._query.text), _NAME_MOST))}"
+            if self.field.wrong:  # the text in the field is not the filter in force
+                text = self.query_in_force.text
+                words += f" {fit(text, min(width(text), _NAME_MOST))}"
             parts.append((words, "title"))
         if view.sort:
             parts.append((f"by {view.sort} {glyphs.down if view.reverse else glyphs.up}", ""))
@@ -350,77 +342,38 @@ class ClusterScreen(ActingScreen):
 
     # The filter
 
-    def action_filter(self) -> None:
-        box = self.query_one("#filter", Input)
-        box.add_class("-open")
-        box.disabled = False
-        self.set_focus(box)
+    @property
+    def rows_widget(self) -> Grid:
+        """The view that is shown."""
+        return self.grid
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Hide ``/`` from the footer while a filter is typed: it is text then."""
-        typing = self.focused is not None and self.focused.id == "filter"
-        return not (action == "filter" and typing) and super().check_action(action, parameters)
+    def filter_rows(self) -> Iterator[tuple[NodeView, GpuView | None, Scene]]:
+        """Return every GPU, and the nodes without known GPUs."""
+        if (scene := self.board.scene) is not None:
+            for node in scene.snapshot.nodes:
+                for gpu in node.gpus or (None,):
+                    yield node, gpu, scene
 
-    def action_rows(self) -> None:
-        """Go from the filter to the rows."""
-        self.set_focus(self.grid)
+    def filter_changed(self) -> None:
+        """Show the matching GPUs, also after the next start."""
+        if self.view.filter != (text := self.query_in_force.text):
+            self._change(filter=text)
+        else:
+            self._show_status()
 
     def action_clear(self) -> None:
         """Clear the filter, or, without one, the selection."""
-        box = self.query_one("#filter", Input)
-        if box.has_class("-open"):
-            self._close_filter()
-        elif self._marks:
+        if not self.clear_filter() and self._marks:
             self._marks = frozenset()
             self.grid.marks = ()
             self._show_status()
 
-    def _close_filter(self) -> None:
-        box = self.query_one("#filter", Input)
-        self.set_focus(self.grid)
-        box.remove_class("-open")
-        box.disabled = True
-        box.value = ""
-        self._filter_by("")
-
     def on_summary_picked(self, message: Summary.Picked) -> None:
         """Show only the GPUs that the header counts there; again: all."""
-        if message.query == self._query.text:
-            self._close_filter()
-            return
-        box = self.query_one("#filter", Input)
-        box.add_class("-open")
-        box.disabled = False
-        box.value = message.query
-
-    @on(Input.Changed, "#filter")
-    def typed(self, message: Input.Changed) -> None:
-        """Filter as the user types; for an invalid query show why and keep the last valid filter."""
-        self._filter_by(message.value)
-
-    @on(Input.Submitted, "#filter")
-    def submitted(self) -> None:
-        """Return to the rows; close an empty filter."""
-        if self.query_one("#filter", Input).value.strip():
-            self.set_focus(self.grid)
+        if message.query == self.query_in_force.text:
+            self.clear_filter()
         else:
-            self._close_filter()
-
-    def _filter_by(self, text: str) -> None:
-        """Compile a filter and apply it."""
-        wrong = self.query_one("#wrong", Lines)
-        try:
-            query = parse(text)
-        except QueryError as error:
-            lines = wrapped(error.words, self.size.width - 3, most=4)
-            wrong.set_lines([((f"  {line}", "warn"),) for line in lines])
-            self._show_status()
-            return
-        wrong.set_lines(())
-        self._show_status()
-        if text != self._query.text:
-            self._query = query
-            self._change(filter=text)
+            self.use_filter(message.query)
 
 
 def _place(scene: Scene, uuid: str) -> Place | None:

@@ -54,7 +54,7 @@ FLAG_WORDS = {
 }
 FILTER_WORDS = (
     ("alice", "any text with the word"),
-    ("user:alice -state:busy", "and; - negates"),
+    ("user:alice -state:busy", "and; - negates; user:me"),
     ("mem>40G util<5 temp>=80", "numbers: < <= > >="),
     ("model:H100 node:gpu[01-04]", "part of a name; a nodeset"),
     ("flag:idle,rogue", "or; more in the docs"),

@@ -1,0 +1,162 @@
+"""How a key's values are compiled to a predicate: text, numbers, sizes, nodes, words of a closed vocabulary (pure)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from gpuboard.board.filter.language import P, QueryError, Term, is_nodeset, maybe_not
+from gpuboard.errors import UsageError
+from gpuboard.model.text import quoted, shown
+from gpuboard.model.units import parse_number, parse_size
+
+_NODES_MAX = 4096  # nodes in one nodeset of a filter
+
+ME = "me"  # as a user: oneself
+
+
+def text(
+    values: Callable[P, Iterable[str | None]], *, begins: bool = False, mine: Callable[P, bool] | None = None
+) -> Callable[[Term], Callable[P, bool]]:
+    """Compile a key with text: a part of it (``begins``: its beginning); with * ? or [ a pattern; with = all of it.
+
+    ``mine``: whether a row is the caller's own, for the value ``me``.
+    """
+
+    def compiled(term: Term) -> Callable[P, bool]:
+        wanted = [value.casefold() for value in _only_equal(term)]
+        own = mine if term.operator == ":" and ME in wanted else None
+        tests = [_text_test(value, term.operator, begins) for value in wanted if own is None or value != ME]
+
+        def holds(*row: P.args, **named: P.kwargs) -> bool:
+            if own is not None and own(*row, **named):
+                return True
+            texts = [text.casefold() for text in values(*row, **named) if text]
+            return any(test(texts) for test in tests)
+
+        return maybe_not(holds, term.negative)
+
+    return compiled
+
+
+def _text_test(wanted: str, sign: str, begins: bool) -> Callable[[list[str]], bool]:
+    if wanted == "?":
+        return lambda texts: not texts
+    if sign == "=":
+        return lambda texts: wanted in texts
+    if any(c in wanted for c in "*?["):
+        pattern = wanted if begins else f"*{wanted}*"
+        return lambda texts: any(fnmatchcase(text, pattern) for text in texts)
+    if begins:
+        return lambda texts: any(text.startswith(wanted) for text in texts)
+    return lambda texts: any(wanted in text for text in texts)
+
+
+def _only_equal(term: Term) -> tuple[str, ...]:
+    if term.operator not in ":=":
+        raise QueryError(f"{term.key} is not a number; write {term.key}:{shown(term.values[0])}", term.position)
+    return term.values
+
+
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    ":": operator.eq, "=": operator.eq, "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge,
+}  # fmt: skip
+
+
+def number(
+    value_of: Callable[P, float | None], read: Callable[[str], float], example: str
+) -> Callable[[Term], Callable[P, bool]]:
+    """Compile a key with a number; ``read`` raises ValueError for bad text. Unknown matches no comparison."""
+
+    def compiled(term: Term) -> Callable[P, bool]:
+        compare = _COMPARE[term.operator]
+        wanted: list[float] = []
+        unknown = False
+        for value in term.values:
+            if value in {"?", "unknown"} and term.operator in ":=":
+                unknown = True
+                continue
+            try:
+                wanted.append(read(value))
+            except ValueError:
+                raise QueryError(f"{term.key}{term.operator}{shown(value)}: write {example}", term.position) from None
+
+        def holds(*row: P.args, **named: P.kwargs) -> bool:
+            value = value_of(*row, **named)
+            if value is None:
+                return unknown and not term.negative
+            return any(compare(value, limit) for limit in wanted) is not term.negative
+
+        return holds
+
+    return compiled
+
+
+def size(
+    value_of: Callable[P, float | None], percent_of: Callable[P, float | None], name: str
+) -> Callable[[Term], Callable[P, bool]]:
+    """Compile a key with a size in bytes, or with a part in percent."""
+    sizes = number(value_of, parse_size, f"a size or a part, {name}>40GiB or {name}>50%")
+    parts = number(percent_of, percent, f"{name}>50%")
+    return lambda term: (parts if all(value.endswith("%") for value in term.values) else sizes)(term)
+
+
+def percent(text: str) -> float:
+    """Read a percentage, with or without its sign. Raises ValueError."""
+    return parse_number(text.removesuffix("%"))
+
+
+def nodes(names_of: Callable[P, Iterable[str]]) -> Callable[[Term], Callable[P, bool]]:
+    """Compile a key with node names: a part of the name, a pattern, or a nodeset; any of a row's nodes suffices."""
+
+    def compiled(term: Term) -> Callable[P, bool]:
+        tests: list[Callable[[str], bool]] = []
+        for value in _only_equal(term):
+            if is_nodeset(value):
+                from gpuboard.nodesets import expand  # 30 ms: only for nodesets
+
+                try:
+                    names = frozenset(name.casefold() for name in expand(value, _NODES_MAX))
+                except UsageError as error:
+                    raise QueryError(str(error), term.position) from None
+                tests.append(lambda name, names=names: name in names)  # type: ignore[misc]
+            else:
+                test = _text_test(value.casefold(), term.operator, begins=False)
+                tests.append(lambda name, test=test: test([name]))  # type: ignore[misc]
+        asked: dict[str, bool] = {}
+
+        def is_wanted(node: str) -> bool:
+            known = asked.get(node)
+            if known is None:
+                names = {node.casefold(), node.casefold().split(".")[0]}
+                known = asked[node] = any(test(name) for test in tests for name in names)
+            return known
+
+        def holds(*row: P.args, **named: P.kwargs) -> bool:
+            return any(is_wanted(name) for name in names_of(*row, **named))
+
+        return maybe_not(holds, term.negative)
+
+    return compiled
+
+
+def one_of(words: tuple[str, ...], values: Callable[P, Iterable[str]]) -> Callable[[Term], Callable[P, bool]]:
+    """Compile a key with fixed values; a prefix suffices."""
+
+    def compiled(term: Term) -> Callable[P, bool]:
+        wanted: set[str] = set()
+        for value in _only_equal(term):
+            found = {word for word in words if word.startswith(value.casefold())}
+            if not found:
+                raise QueryError(
+                    f"no {term.key} begins with {quoted(value)}; there are {', '.join(words)}", term.position
+                )
+            wanted |= {value.casefold()} & found or found
+
+        def holds(*row: P.args, **named: P.kwargs) -> bool:
+            return not wanted.isdisjoint(values(*row, **named))
+
+        return maybe_not(holds, term.negative)
+
+    return compiled

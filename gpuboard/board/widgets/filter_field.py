@@ -1,0 +1,201 @@
+"""The field of a filter: completion while typing, what is wrong with the text, and which filter is in force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.message import Message
+from textual.suggester import Suggester
+from textual.widgets import Input
+
+from gpuboard.board.filter.completion import Completion, complete
+from gpuboard.board.filter.language import Key, Language, Query, QueryError
+from gpuboard.board.text.cells import fit, width
+from gpuboard.board.text.lines import wrapped
+from gpuboard.board.widgets.pane import Lines, Runs
+
+Values = Callable[[Key[Any]], Iterable[str]]  # a key's values in the rows
+
+
+class FilterInput(Input):
+    """The line of text. Its suggestion is drawn dim behind the cursor; tab or right takes it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("tab", "take", "Complete", id="filter.complete", show=False),
+        Binding("down", "rows", "To the rows", id="filter.rows", show=False),
+    ]
+
+    class Left(Message):
+        """The user goes to the rows."""
+
+    def __init__(self, field: FilterField, hint: str) -> None:
+        super().__init__(placeholder=hint, id="filter", compact=True, select_on_focus=False, disabled=True)
+        self._field = field
+        self.suggester = _Suggester(field)
+
+    def action_take(self) -> None:
+        """Take the first candidate; without one, go to the rows."""
+        if texts := self._field.completion.texts:
+            self._set(texts[0])
+        else:
+            self.action_rows()
+
+    def action_cursor_right(self, select: bool = False) -> None:
+        """Take the suggestion at the end of the text."""
+        if not select and self.cursor_at_end and (text := self._field.suggestion) is not None:
+            self._set(text)
+        else:
+            super().action_cursor_right(select)
+
+    def _set(self, text: str) -> None:
+        self.value = text
+        self.cursor_position = len(text)
+
+    def action_rows(self) -> None:
+        self.post_message(self.Left())
+
+
+class _Suggester(Suggester):
+    def __init__(self, field: FilterField) -> None:
+        super().__init__(use_cache=False, case_sensitive=True)
+        self._field = field
+
+    async def get_suggestion(self, value: str) -> str | None:
+        """Return the whole text with the first candidate."""
+        return self._field.suggestion
+
+
+class FilterField(Vertical):
+    """A filter in ``language``. Closed, it takes no room and its filter is empty."""
+
+    DEFAULT_CSS = """
+    FilterField { height: auto; display: none; }
+    FilterField.-open { display: block; }
+    FilterField Input { height: 1; border: none; padding: 0 1; }
+    FilterField Input > .input--suggestion, FilterField Input > .input--placeholder { text-style: dim; }
+    """
+
+    def __init__(self, language: Language[Any], values: Values, hint: str, changed: Callable[[], None]) -> None:
+        """``changed``: called after the text has changed."""
+        super().__init__()
+        self._changed = changed
+        self._language = language
+        self._values = values
+        self._hint = hint
+        self._known: tuple[Key[Any], tuple[str, ...]] | None = None  # of the key that was completed last
+        self.query_in_force: Query[Any] = language.parse("")
+
+    def compose(self) -> ComposeResult:
+        """The text; candidates; what is wrong."""
+        yield FilterInput(self, self._hint)
+        yield Lines(id="offers")
+        yield Lines(id="wrong")
+
+    @property
+    def input(self) -> FilterInput:
+        return self.query_one(FilterInput)
+
+    @property
+    def is_open(self) -> bool:
+        return self.has_class("-open")
+
+    @property
+    def typing(self) -> bool:
+        """Whether keys go into the field."""
+        return self.is_open and self.input.has_focus
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the text is not the filter in force."""
+        return self.query_one("#wrong", Lines).display
+
+    def open(self) -> None:
+        """Open the field and give it the focus."""
+        self._show(True)
+        self.input.focus()
+
+    def close(self) -> None:
+        """Close the field and clear the filter."""
+        self._show(False)
+        self.put("")
+
+    def put(self, text: str) -> None:
+        """Set the filter; the field is open where it is not empty."""
+        if text:
+            self._show(True)
+        with self.input.prevent(Input.Changed):
+            self.input.value = text
+        self.input.cursor_position = len(text)
+        self._typed()
+
+    def _show(self, is_open: bool) -> None:
+        self.set_class(is_open, "-open")
+        self.input.disabled = not is_open  # else keys pressed early would go into it
+
+    # Completion
+
+    @property
+    def completion(self) -> Completion:
+        """How the text can go on at its end."""
+        text = self.input.value
+        return complete(text, self._language, self._offered) if self.input.cursor_at_end else Completion()
+
+    @property
+    def suggestion(self) -> str | None:
+        """The text with the first candidate, if it only adds to what is typed."""
+        text, found = self.input.value, self.completion.texts
+        return found[0] if found and found[0].casefold().startswith(text.casefold()) else None
+
+    def _offered(self, key: Key[Any]) -> Iterable[str]:
+        """Return a key's values: read once per key, as a thousand nodes have many."""
+        if self._known is None or self._known[0] is not key:
+            self._known = key, tuple(self._values(key))
+        return self._known[1]
+
+    # What is typed
+
+    @on(Input.Changed)
+    def _typed(self) -> None:
+        """Filter while the user types; for an invalid text show why, and which filter stays in force."""
+        text = self.input.value
+        wrong: list[Runs] = []
+        try:
+            query = self._language.parse(text)
+        except QueryError as error:
+            wide = self.app.size.width - 3
+            wrong = [((f"  {line}", "warn"),) for line in wrapped(error.words, wide, most=4)]
+            force = self.query_in_force.text.strip()
+            words = f"in force: {force}" if force else "no filter is in force"
+            wrong.append(((f"  {fit(words, min(width(words), wide))}", "dim"),))
+        self.query_one("#wrong", Lines).set_lines(wrong)
+        self._show_offers()
+        if not wrong and text != self.query_in_force.text:
+            self.query_in_force = query
+        self._changed()
+
+    def _show_offers(self) -> None:
+        """Show the candidates in one line while the field has the focus."""
+        lines: list[Runs] = []
+        if self.typing:
+            found = self.completion
+            words = "  ".join(found.names) or found.hint
+            runs = [("  " + ("tab: " if found.texts else ""), "dim")]
+            room = self.app.size.width - 3 - len(runs[0][0])
+            lines = [(*runs, (fit(words, min(width(words), room)), ""))] if words else [()]
+        self.query_one("#offers", Lines).set_lines(lines)
+
+    def on_descendant_focus(self) -> None:
+        self._known = None  # the rows may have changed
+        self._show_offers()
+
+    def on_descendant_blur(self) -> None:
+        self._show_offers()
+
+    def on_resize(self) -> None:
+        """Wrap the lines for the new width."""
+        self._typed()
