@@ -105,6 +105,15 @@ class Language(Generic[P]):
         compiled.sort(key=lambda pair: pair[0])  # cheap tests first
         return Query(text, tuple(predicate for _, predicate in compiled))
 
+    def valid_part(self, text: str, error: QueryError) -> Query[P]:
+        """Return the query of the terms before the first invalid one; ``error``: that of ``text``."""
+        while True:
+            text = text[: error.position]  # shorter each time: a term's error is at its beginning
+            try:
+                return self.parse(text.rstrip())
+            except QueryError as earlier:
+                error = earlier
+
     def _compile(self, term: Term) -> tuple[int, Callable[P, bool]]:
         if term.key:
             return self.keys[term.key].cost, self.keys[term.key].compile(term)

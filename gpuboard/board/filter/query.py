@@ -9,9 +9,15 @@ keep spaces, ``?`` as a value means unknown. An unknown number matches no compar
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+from gpuboard.board.filter import language
 from gpuboard.board.filter.conditions import GPUS
-from gpuboard.board.filter.language import TEXT_MAX, Query, QueryError
+from gpuboard.board.filter.language import TEXT_MAX, QueryError
+from gpuboard.board.scene import Scene
+from gpuboard.model.snapshot import GpuView, NodeView
 
 __all__ = ["TEXT_MAX", "Query", "QueryError", "parse"]
 
-parse = GPUS.parse  # of GPUs; lists of other rows have languages of their own
+Query: TypeAlias = language.Query[[NodeView, GpuView | None, Scene]]  # of GPUs, or of a node without known GPUs
+parse = GPUS.parse  # lists of other rows have languages of their own

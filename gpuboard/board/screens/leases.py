@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -15,8 +15,9 @@ from gpuboard.board.dialogs.base import Confirm, Dialog, Field, duration
 from gpuboard.board.dialogs.launch import open_launch
 from gpuboard.board.dialogs.request_form import lasting, local, places_words
 from gpuboard.board.dialogs.reserve import open_reserve
+from gpuboard.board.filter.leases import LEASES, HeldLease, held, holder_words
 from gpuboard.board.scene import Scene
-from gpuboard.board.screens.base import BoardScreen
+from gpuboard.board.screens.base import FilteredScreen
 from gpuboard.board.screens.watches import open_watch
 from gpuboard.board.text.detail import timeline
 from gpuboard.board.text.rows import Runs, share
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from textual.notifications import SeverityLevel
 
     from gpuboard.leases.ledger import Released
-    from gpuboard.model.snapshot import GpuView, ProcessView
 
 _RICH = 150  # terminal cells from which list and time line are side by side
 _BAR = "bar"
@@ -54,69 +54,23 @@ _LINE = (
     Column("left", "Left", 6, right=True),
 )
 _MARKS = Column("marks", "Flags", 12, drop=3)  # only beside the time line, and only where a lease has marks
+_EMPTY = "No GPU is reserved.\n\nr reserves; to choose GPUs, mark them with space in the cluster view first."
+_NO_MATCH = "No lease matches the filter.\nEscape clears it."
 _ORDERS = ("left", "owner", "gpus")
 
 
-class HeldLease(NamedTuple):
-    """A lease with the readings of its GPUs."""
-
-    lease: Lease
-    mine: bool
-    since: float  # epoch seconds
-    until: float
-    gpus: list[GpuView]  # those in the snapshot
-    rogues: list[tuple[GpuView, ProcessView]]  # other users' processes on them
-
-    @property
-    def key(self) -> str:
-        """Its unique key: the same id of two owners is two leases."""
-        return f"{self.lease.id} {self.lease.owner}"
-
-    @property
-    def idle(self) -> int:
-        """The number of its GPUs with the flag idle."""
-        return sum("idle" in gpu.flags for gpu in self.gpus)
-
-    @property
-    def marks(self) -> tuple[tuple[str, str], ...]:
-        """What is wrong or wasteful, as runs of (words, role); rogue users first, by name."""
-        found = []
-        if users := sorted({process.user or "?" for _, process in self.rogues}):
-            found.append((f"rogue: {', '.join(users)}", "bad"))
-        found += [(flag, "bad") for flag in self.lease.flags]
-        if self.idle:
-            of = "" if self.idle == len(self.lease.gpus) else f" {self.idle} of {len(self.lease.gpus)}"
-            found.append((f"idle{of}", "warn"))
-        return tuple(run for k, words in enumerate(found) for run in (((" ", ""),) if k else ()) + (words,))
-
-
-def held(scene: Scene) -> list[HeldLease]:
-    """Return every lease of a scene with the readings of its GPUs."""
-    return [_held(lease, scene) for lease in scene.leases.leases]
-
-
-def _held(lease: Lease, scene: Scene) -> HeldLease:
-    places = [scene.devices[gpu.uuid] for gpu in lease.gpus if gpu.index is not None and gpu.uuid in scene.devices]
-    gpus = [place.gpu for place in places]
-    return HeldLease(
-        lease,
-        scene.is_mine(lease),
-        seconds_of(lease.since),
-        seconds_of(lease.until),
-        gpus,
-        [(gpu, process) for gpu in gpus for process in gpu.processes or () if process.rogue],
-    )
-
-
-class LeasesScreen(BoardScreen):
+class LeasesScreen(FilteredScreen):
     """Every lease; the user's own in bold."""
 
     TITLE_WORDS = "Leases"
+    LANGUAGE = LEASES
+    FILTERED = "leases"
+    FILTER_HINT = "user:me node:gpu[01-04] left<1h flag:idle, or any word"
     DEFAULT_CSS = """
     LeasesScreen #sums, LeasesScreen #about { margin: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "app.pop_screen", "Back", id="leases.back"),
+        Binding("escape", "back", "Back", id="leases.back"),
         Binding("d", "release", "Release", id="leases.release"),
         Binding("n", "renew", "Renew", id="leases.renew"),
         Binding("g", "jump", "Its GPUs", id="leases.jump", show=False),  # enter does the same
@@ -137,13 +91,23 @@ class LeasesScreen(BoardScreen):
     def compose(self) -> ComposeResult:
         """Sums and warnings, the leases, details of the one under the cursor."""
         yield Lines(id="sums")
+        yield self.filter_field()
         yield Grid(
             _LIST,
-            empty="No GPU is reserved.\n\nr reserves; to choose GPUs, mark them with space in the cluster view first.",
+            empty=_EMPTY,
             id="leases",
         )
         yield Lines(id="about")
         yield Footer()
+
+    @property
+    def rows_widget(self) -> Grid:
+        """The list."""
+        return self._grid
+
+    def filter_rows(self) -> list[tuple[HeldLease]]:
+        """Return every lease."""
+        return [] if self.board.scene is None else [(one,) for one in held(self.board.scene)]
 
     @property
     def _grid(self) -> Grid:
@@ -152,13 +116,17 @@ class LeasesScreen(BoardScreen):
     def show(self, scene: Scene) -> None:
         """Draw the leases of ``scene``."""
         now = time.time()
-        ordered = sorted(held(scene), key=self._place)
+        every = held(scene)
+        query = self.query_in_force
+        ordered = sorted((one for one in every if query.matches(one)), key=self._place)
         self._held = {one.key: one for one in ordered}
-        lines: list[Runs] = [((_sums(ordered), "title"),)]
+        of = f"{len(ordered)} of {len(every)} match · " if query else ""
+        lines: list[Runs] = [((of + _sums(ordered), "title"),)]
         if unread := scene.leases.unread:
             lines.append(((f"Not read, so leases there are not listed: {', '.join(unread)}", "warn"),))
         self.query_one("#sums", Lines).set_lines(lines)
         columns = self._columns(ordered, now)
+        self._grid.set_empty(_NO_MATCH if query and every else _EMPTY)
         self._grid.set_columns(columns)
         self._grid.set_sort(self._order, False)
         self._grid.set_rows([self._row(one, columns, now) for one in ordered])
@@ -222,7 +190,7 @@ class LeasesScreen(BoardScreen):
             host = f" from {lease.host}" if lease.host else ""
             lines = [
                 ((f"{lease.id}  {places_words(lease.gpus)}", ""),),
-                ((f"{lease.owner}{host}, {_holder(lease)}; {span}{purpose}", ""),),
+                ((f"{lease.owner}{host}, {holder_words(lease)}; {span}{purpose}", ""),),
             ]
             for gpu, process in one.rogues[:2]:
                 node = next((part.node for part in lease.gpus if part.uuid == gpu.uuid), "?")
@@ -409,17 +377,11 @@ def _text(one: HeldLease, key: str, now: float) -> str:
         "id": lease.id,
         "owner": lease.owner,
         "gpus": places_words(lease.gpus),
-        "holder": _holder(lease),
+        "holder": holder_words(lease),
         "host": lease.host,
         "purpose": lease.purpose,
     }
     return found[key]
-
-
-def _holder(lease: Lease) -> str:
-    if lease.holder is None:
-        return "detached" if lease.job is None else f"job {lease.job}"
-    return f"pid {lease.holder.pid}{' ended' if lease.holder.alive is False else ''}"
 
 
 def _sums(ordered: Sequence[HeldLease]) -> str:

@@ -15,7 +15,8 @@ from textual.widgets import Button
 from gpuboard.board.background import Background
 from gpuboard.board.dialogs.base import Confirm
 from gpuboard.board.dialogs.launch import open_launch
-from gpuboard.board.screens.base import BoardScreen, Notice
+from gpuboard.board.filter.runs import RUNS
+from gpuboard.board.screens.base import FilteredScreen, Notice
 from gpuboard.board.screens.logs import LogScreen
 from gpuboard.board.text.detail import ranks as ranks_text
 from gpuboard.board.text.detail.run import RUN_STYLES, Stop, about, countdown, explained, first_rank, state_of
@@ -47,6 +48,7 @@ _REASON = "stopped from the board"
 _EMPTY = """No runs yet.
 x launches one on selected GPUs, on a lease, or on the best free GPUs.
 In a shell: `gpuboard launch --n 2 train.py`."""
+_NO_MATCH = "No run matches the filter.\nEscape clears it."
 _LIST = (
     Column("run", "Run", 8),
     Column("state", "State", 9),
@@ -112,17 +114,20 @@ class StopConfirm(Confirm):
         self.dismiss(True)
 
 
-class RunsScreen(BoardScreen):
+class RunsScreen(FilteredScreen):
     """A list of all runs, and the ranks of the one under the cursor."""
 
     TITLE_WORDS = "Runs"
+    LANGUAGE = RUNS
+    FILTERED = "runs"
+    FILTER_HINT = "state:failed node:gpu[01-04] age<1d target:train.py, or any word"
     DEFAULT_CSS = """
     RunsScreen #list { height: 2fr; min-height: 5; }
     RunsScreen #detail, RunsScreen #picture { margin: 0 1; }
     RunsScreen #ranks { height: 3fr; min-height: 4; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "app.pop_screen", "Back", id="runs.back"),
+        Binding("escape", "back", "Back", id="runs.back"),
         Binding("o", "log", "Log", id="runs.log"),
         Binding("s", "stop", "Stop", id="runs.stop"),
         Binding("e", "explain", "Explain", id="runs.explain"),
@@ -142,6 +147,7 @@ class RunsScreen(BoardScreen):
 
     def compose(self) -> ComposeResult:
         """The list, details of the run under the cursor, its ranks as a picture and one by one."""
+        yield self.filter_field()
         yield Grid(_LIST, empty="Reading runs …", id="list")
         yield Lines(id="detail")
         yield Lines(id="picture")
@@ -156,6 +162,20 @@ class RunsScreen(BoardScreen):
 
     def show(self, scene: Scene) -> None:
         """Nothing to draw: the details take the lease from the newest scene at the next poll."""
+
+    @property
+    def rows_widget(self) -> Grid:
+        """The list."""
+        return self.query_one("#list", Grid)
+
+    def filter_rows(self) -> list[tuple[RunEntry]]:
+        """Return every run."""
+        return [(entry,) for entry in self._entries.values()]
+
+    def filter_changed(self) -> None:
+        """Show the matching runs."""
+        if self._entries:
+            self._draw()
 
     def restyle(self) -> None:
         """Redraw with the new look."""
@@ -204,10 +224,14 @@ class RunsScreen(BoardScreen):
 
     def _draw(self) -> None:
         grid = self.query_one("#list", Grid)
-        grid.set_empty(_EMPTY)
-        now = time.time()
-        grid.set_rows([Row(run, partial(self._cells, entry, now)) for run, entry in self._entries.items()])
-        if self._wanted in self._entries:
+        grid.set_empty(_NO_MATCH if self._entries else _EMPTY)
+        now, query = time.time(), self.query_in_force
+        if self._wanted in self._entries and not query.matches(self._entries[self._wanted]):
+            self.clear_filter()
+            query = self.query_in_force
+        found = {run: entry for run, entry in self._entries.items() if query.matches(entry)}
+        grid.set_rows([Row(run, partial(self._cells, entry, now)) for run, entry in found.items()])
+        if self._wanted in found:
             grid.cursor = self._wanted
             self._wanted = None
         self._draw_detail()

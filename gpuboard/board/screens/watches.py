@@ -15,9 +15,11 @@ from gpuboard.board.dialogs import request_form
 from gpuboard.board.dialogs.base import YES, Dialog, Field, duration, number, size
 from gpuboard.board.dialogs.planner import Answer, Planner
 from gpuboard.board.dialogs.reserve import reserved_text
+from gpuboard.board.filter.language import Key, Language
+from gpuboard.board.filter.matchers import nodes, one_of, text
 from gpuboard.board.operations import Attempt
 from gpuboard.board.scene import Scene
-from gpuboard.board.screens.base import BoardScreen
+from gpuboard.board.screens.base import FilteredScreen
 from gpuboard.board.terminal.notify import announce
 from gpuboard.board.text.detail.run import ended_words
 from gpuboard.board.widgets.footer import Footer
@@ -270,38 +272,74 @@ def open_watch(board: BoardApp, ends: str = "") -> None:
     board.push_screen(WatchDialog(board.scene, parse_duration(board.core.settings.max_lease), ends), set_)
 
 
-class WatchesScreen(BoardScreen):
+_STATES = ("active", "met")
+_WATCHES: Language[[Watch]] = Language(
+    {
+        "state": Key("active or met", 1, one_of(_STATES, lambda watch: ("met" if watch.met_at else "active",)),
+                     words=_STATES),
+        "user": Key("the owner of a lease, user:alice", 1,
+                    text(lambda watch: (watch.lease.owner,) if watch.lease else (), begins=True),
+                    offers=lambda watch: (watch.lease.owner,) if watch.lease else ()),
+        "lease": Key("a lease's id, lease:k3f9", 1,
+                     text(lambda watch: (watch.lease.id,) if watch.lease else (), begins=True),
+                     offers=lambda watch: (watch.lease.id,) if watch.lease else ()),
+        "run": Key("a run's id, run:r3f9", 1, text(lambda watch: (watch.run,), begins=True),
+                   offers=lambda watch: (watch.run,)),
+        "node": Key("a lease's node, node:gpu[01-04]", 2, nodes(lambda watch: watch.lease.nodes if watch.lease else ()),
+                    offers=lambda watch: watch.lease.nodes if watch.lease else ()),
+    },
+    lambda watch: (watch.condition, watch.words, watch.purpose),
+    {"owner": "user", "who": "user", "nodes": "node"},
+)  # fmt: skip
+_EMPTY = "No watches.\n\na adds one: for free GPUs, or for the end of a lease or a run."
+_NO_MATCH = "No watch matches the filter.\nEscape clears it."
+
+
+class WatchesScreen(FilteredScreen):
     """All watches, active and met."""
 
     TITLE_WORDS = "Watches"
+    LANGUAGE = _WATCHES
+    FILTERED = "watches"
+    FILTER_HINT = "state:active user:alice, or any word"
     DEFAULT_CSS = """
     WatchesScreen #sums { margin: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "app.pop_screen", "Back", id="watches.back"),
+        Binding("escape", "back", "Back", id="watches.back"),
         Binding("a", "add", "New", id="watches.add"),
         Binding("d", "remove", "Remove", id="watches.remove"),
     ]
 
     def compose(self) -> ComposeResult:
         yield Lines(id="sums")
+        yield self.filter_field()
         yield Grid(
             (
                 Column("since", "Since", 10),
                 Column("condition", "Notify when", 30, weight=2, least=24),
                 Column("state", "State", 30, weight=2, least=16),
             ),
-            empty="No watches.\n\na adds one: for free GPUs, or for the end of a lease or a run.",
+            empty=_EMPTY,
             id="watches",
         )
         yield Footer()
+
+    @property
+    def rows_widget(self) -> Grid:
+        """The list."""
+        return self.query_one(Grid)
+
+    def filter_rows(self) -> list[tuple[Watch]]:
+        """Return every watch."""
+        return [(watch,) for watch in self.board.watches.all]
 
     def show(self, scene: Scene) -> None:
         watches, now = self.board.watches, time.time()
         words = f"Watches: {len(watches.active)} active" if watches.all else "Watches: none"
         self.query_one("#sums", Lines).set_lines([((words, "title"),)])
         rows = []
-        for watch in watches.all:
+        for watch in filter(self.query_in_force.matches, watches.all):
             state = watch.words if watch.met_at is None else f"{request_form.local(watch.met_at, now)}: {watch.words}"
             cells = (
                 Cell(request_form.local(watch.since, now), "dim"),
@@ -309,6 +347,7 @@ class WatchesScreen(BoardScreen):
                 Cell(state or "watching", "good" if watch.met_at is not None else "dim"),
             )
             rows.append(Row(str(watch.number), cells, dim=watch.met_at is not None))
+        self.query_one(Grid).set_empty(_NO_MATCH if watches.all else _EMPTY)
         self.query_one(Grid).set_rows(rows)
 
     def action_add(self) -> None:

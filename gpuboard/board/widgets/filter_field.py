@@ -76,7 +76,7 @@ class FilterField(Vertical):
     DEFAULT_CSS = """
     FilterField { height: auto; display: none; }
     FilterField.-open { display: block; }
-    FilterField Input { height: 1; border: none; padding: 0 1; }
+    FilterField #filter { height: 1; border: none; padding: 0 1; }
     FilterField Input > .input--suggestion, FilterField Input > .input--placeholder { text-style: dim; }
     """
 
@@ -88,6 +88,7 @@ class FilterField(Vertical):
         self._values = values
         self._hint = hint
         self._known: tuple[Key[Any], tuple[str, ...]] | None = None  # of the key that was completed last
+        self._error = ""  # of the text
         self.query_in_force: Query[Any] = language.parse("")
 
     def compose(self) -> ComposeResult:
@@ -112,7 +113,7 @@ class FilterField(Vertical):
     @property
     def wrong(self) -> bool:
         """Whether the text is not the filter in force."""
-        return self.query_one("#wrong", Lines).display
+        return bool(self._error)
 
     def open(self) -> None:
         """Open the field and give it the focus."""
@@ -161,41 +162,41 @@ class FilterField(Vertical):
 
     @on(Input.Changed)
     def _typed(self) -> None:
-        """Filter while the user types; for an invalid text show why, and which filter stays in force."""
-        text = self.input.value
-        wrong: list[Runs] = []
+        """Filter while the user types; for an invalid text show why, and which part of it is in force."""
+        text, self._error = self.input.value, ""
         try:
-            query = self._language.parse(text)
+            self.query_in_force = self._language.parse(text)
         except QueryError as error:
-            wide = self.app.size.width - 3
-            wrong = [((f"  {line}", "warn"),) for line in wrapped(error.words, wide, most=4)]
-            force = self.query_in_force.text.strip()
-            words = f"in force: {force}" if force else "no filter is in force"
-            wrong.append(((f"  {fit(words, min(width(words), wide))}", "dim"),))
-        self.query_one("#wrong", Lines).set_lines(wrong)
-        self._show_offers()
-        if not wrong and text != self.query_in_force.text:
-            self.query_in_force = query
+            self._error = error.words
+            self.query_in_force = self._language.valid_part(text, error)
+        self._draw()
         self._changed()
 
-    def _show_offers(self) -> None:
-        """Show the candidates in one line while the field has the focus."""
-        lines: list[Runs] = []
-        if self.typing:
-            found = self.completion
-            words = "  ".join(found.names) or found.hint
-            runs = [("  " + ("tab: " if found.texts else ""), "dim")]
-            room = self.app.size.width - 3 - len(runs[0][0])
-            lines = [(*runs, (fit(words, min(width(words), room)), ""))] if words else [()]
-        self.query_one("#offers", Lines).set_lines(lines)
+    def _draw(self) -> None:
+        """Show candidates while the field has the focus, then what is wrong."""
+        wide = self.app.size.width - 3
+        found, offers = self.completion, self.query_one("#offers", Lines)
+        words = "  ".join(found.names) or ("" if self._error else found.hint)
+        lead = "  tab: " if found.texts else "  "
+        room = min(width(words), wide + 2 - len(lead))
+        offers.set_lines([((lead, "dim"), (fit(words, room), ""))] if self.typing and words else [])
+        wrong: list[Runs] = []
+        if self._error:
+            force = self.query_in_force.text
+            words = f"in force: {force}" if force else "no filter is in force"
+            wrong = [((f"  {line}", "warn"),) for line in wrapped(self._error, wide, most=4)]
+            wrong.append(((f"  {fit(words, min(width(words), wide))}", "title"),))
+        self.query_one("#wrong", Lines).set_lines(wrong)
 
     def on_descendant_focus(self) -> None:
-        self._known = None  # the rows may have changed
-        self._show_offers()
+        """Offer values of the rows that there are now."""
+        self._known = None
+        self._draw()
 
     def on_descendant_blur(self) -> None:
-        self._show_offers()
+        """Hide the candidates."""
+        self._draw()
 
     def on_resize(self) -> None:
         """Wrap the lines for the new width."""
-        self._typed()
+        self._draw()
