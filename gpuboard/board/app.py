@@ -78,6 +78,7 @@ class BoardApp(CrashHookApp):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "leases", "Leases", id="app.leases"),
         Binding("u", "runs", "Runs", id="app.runs"),
+        Binding("v", "overview", "Overview", id="app.overview"),
         Binding("w", "watches", "Notify when", id="app.watches"),
         Binding("q", "quit", "Quit", id="app.quit"),
         Binding("ctrl+c", "quit", "Quit", id="app.interrupt", show=False),
@@ -306,6 +307,12 @@ class BoardApp(CrashHookApp):
     def action_leases(self) -> None:
         """Open the leases, or close them."""
         self._toggle(LeasesScreen)
+
+    def action_overview(self) -> None:
+        """Open the overview, or close it."""
+        from gpuboard.board.screens.overview import OverviewScreen  # late: it is not shown at the start
+
+        self._toggle(OverviewScreen)
 
     def action_watches(self) -> None:
         """Open the watches, or close them; without any, ask for the first."""

@@ -12,6 +12,7 @@ from gpuboard.board.dialogs.launch_process import Starter
 from gpuboard.board.history import History
 from gpuboard.board.history.recorder import Recorder
 from gpuboard.board.operations import Operations
+from gpuboard.board.overview.log import EventLog
 from gpuboard.board.scene import Scene
 from gpuboard.board.terminal.crash import report
 from gpuboard.cluster.fleet import Fleet
@@ -63,6 +64,7 @@ class Core:
         )
         self.history = History()
         self._recorder: Recorder | None = None
+        self.events = EventLog(env, self.nodes, kept=not any(node.simulate for node in nodes))
         make = finder(settings, env) if scheduler is not None else None
         self.operations = Operations(nodes, settings, env, self.fleet, make)
         self.runbook = Runbook(env)
@@ -75,6 +77,7 @@ class Core:
         """Connect to every node; returns at once. ``start`` calls it, too; a second call does nothing."""
         if not self._connected:
             self._connected = True
+            self.events.start()
             self.fleet.start()
 
     def start(self, changed: Callable[[Scene], object]) -> None:
@@ -109,6 +112,7 @@ class Core:
             try:
                 scene = self.scene()
                 self.history.add(scene.snapshot, time.time())
+                self.events.add(scene.snapshot, scene.leases, time.monotonic())
             except (
                 Exception
             ) as error:  # a bug: shown in place of an old scene that looks current; the next scene may work

@@ -19,14 +19,17 @@ from gpuboard.board.arrange import GROUPS, SORTS, NodeRow, ViewState, arrange, a
 from gpuboard.board.dialogs.base import Choose
 from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.gpu_actions import ActingScreen
+from gpuboard.board.overview.facts import Gatherer
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.screens.base import FilteredScreen
 from gpuboard.board.screens.gpu import GpuPanel
 from gpuboard.board.text.cells import fit, width
 from gpuboard.board.text.format import FLAG_MARKS, flag_role
+from gpuboard.board.text.overview import free_lines
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.overview import OverviewPanel, RowsAndOverview
 from gpuboard.board.widgets.pane import Banners, Lines, Summary
 from gpuboard.board.widgets.picture import Picture
 from gpuboard.board.widgets.single_node import MeterGrid, SingleNode
@@ -80,9 +83,11 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         yield Banners(id="banners")
         yield self.filter_field()
         with Horizontal(id="body"):
-            yield Picture(self.board.core.history, id="picture")
-            yield SingleNode(self.board.core.history, id="single")
-            yield GpuTable(self.board.core.history.utilization, id="table")
+            with RowsAndOverview(self._show_overview, id="left"):
+                yield Picture(self.board.core.history, id="picture")
+                yield SingleNode(self.board.core.history, id="single")
+                yield GpuTable(self.board.core.history.utilization, id="table")
+                yield OverviewPanel(Gatherer(self.board.core.history, self.board.core.events), id="overview")
             yield GpuPanel(id="side")
         yield Lines(id="status")
         yield Footer()
@@ -169,6 +174,7 @@ class ClusterScreen(FilteredScreen, ActingScreen):
                 grid.show(scene, rows)
             count = sum(isinstance(row, Place) for row in rows) if matches else 0
         self._matching = count if matches else None
+        self._show_overview()
         self._show_side()
         self._show_status()
 
@@ -218,6 +224,16 @@ class ClusterScreen(FilteredScreen, ActingScreen):
             place = self.cursor_place
             uuid = place.gpu.uuid if place else self.cursor_uuid
             side.show_gpu(self.board.scene, uuid, self.board.core.history, self.board.look.glyphs)
+
+    def _show_overview(self) -> None:
+        """Show the overview over the lines below the rows; processes of a single node end above it."""
+        scene = self.board.scene
+        if scene is None:
+            return
+        left, panel = self.query_one("#left"), self.query_one("#overview", OverviewPanel)
+        panel.take(free_lines(scene, self.view, *left.size))
+        self.query_one("#node-processes").styles.margin = (0, 0, panel.lines, 0)
+        panel.show_scene(scene)
 
     def _show_status(self) -> None:
         """Show selection, filter and order, then the legend of letters and marks as far as it fits."""

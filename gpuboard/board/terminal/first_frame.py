@@ -18,6 +18,7 @@ from gpuboard.board import preferences
 from gpuboard.board.arrange import NodeRow, ViewState, arrange, arrange_nodes, pane_of
 from gpuboard.board.core import Core
 from gpuboard.board.history import History
+from gpuboard.board.overview.facts import Gatherer
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.terminal.guard import Guard, is_utf8
 from gpuboard.board.text import single_node
@@ -25,6 +26,7 @@ from gpuboard.board.text.ascii import to_ascii
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.gpu_cell import Ink
 from gpuboard.board.text.gpu_row import with_devices
+from gpuboard.board.text.overview import LEAST, free_lines, overview
 from gpuboard.board.text.picture import Drawing, Focus, below, cells_of, columns_for, group_words, size_for, split
 from gpuboard.board.text.rows import (
     MARK_WIDTH,
@@ -95,14 +97,15 @@ def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
         pane, taken = pane_of(kept.view, columns, rows)
         body = _Body(scene, kept.view, columns - (taken if pane == "right" else 0), base, look)
         left = rows - len(top) - _BELOW - (taken if pane == "below" else 0)
-        lines += (body.single_node if len(scene.snapshot.nodes) == 1 else body.picture)(core.history, left)
+        drawn = (body.single_node if len(scene.snapshot.nodes) == 1 else body.picture)(core.history, left)
+        lines += body.with_overview(drawn, Gatherer(core.history, core.events), left)
     lines = lines[:rows] + [[(" " * columns, base)]] * (rows - len(lines))
     system = _colors(core.env)
-    drawn = (
+    written = (
         "".join(style.render(text if unicode else to_ascii(text), color_system=system) for text, style in line)
         for line in lines
     )
-    return "".join(f"\x1b[{y};1H{line}" for y, line in enumerate(drawn, 1))
+    return "".join(f"\x1b[{y};1H{line}" for y, line in enumerate(written, 1))
 
 
 class _Body(NamedTuple):
@@ -173,6 +176,17 @@ class _Body(NamedTuple):
         return [
             fit_runs([edge, *fit_runs(runs, width, self.base, ellipsis="")], self.columns, self.base) for runs in found
         ]
+
+    def with_overview(self, drawn: Sequence[Styled], gatherer: Gatherer, rows: int) -> list[Styled]:
+        """Return the lines of the rows, and below them the overview, where there is room for it."""
+        free = free_lines(self.scene, self.view, self.columns, rows)
+        if free < LEAST:
+            return [*drawn]
+        lines = overview(gatherer.facts(self.scene, free), self.columns, free, self.look.glyphs)
+        blank = [(" " * self.columns, self.base)]
+        above = [*drawn, *[blank] * (rows - free - len(drawn))][: rows - free]
+        below = [runs_of(Cell(tuple(line)), self.base, self.look) for line in lines]
+        return [*above, *(fit_runs(runs, self.columns, self.base, ellipsis="") for runs in below)]
 
     def _titles(self, titles: Sequence[Column], widths: dict[int, int], width: int, *, indent: int = 0) -> Styled:
         sort = (self.view.sort, self.view.reverse) if self.view.sort and indent else None

@@ -1,0 +1,205 @@
+"""Two snapshots and their leases → what happened in between (pure).
+
+A node's GPUs are compared with those of its last snapshot in which it was up: what an unreachable node shows proves
+nothing. What was already so when a node is first seen is no event. Unchanged lists of GPUs are recognised by identity.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+from gpuboard.model.gpu import xid_words
+from gpuboard.model.lease import Lease
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
+from gpuboard.model.units import format_duration, ranges, seconds_of
+
+Kind = Literal[
+    "lost", "broken", "recovered", "error", "xid", "sick", "rogue", "unreachable", "stale", "back", "expired", "ended"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+OF_NODES = frozenset({"unreachable", "stale", "back"})
+_EARLY_S = 5.0  # a lease that ends at most this long before its time has expired
+_LOST = "GPU lost: "
+NODES_MAX = 1024  # names kept of an event
+
+
+class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Something that happened, to one or more nodes or GPUs at once. A line of the event file."""
+
+    at: str  # ISO 8601, by this host's clock
+    kind: str  # of KINDS, or another one of a later version
+    nodes: tuple[str, ...] = ()
+    gpus: str = ""  # indexes, "0-3,7"; only of a single node
+    user: str = ""
+    words: str = ""
+    by: str = ""  # the board that has seen it
+
+
+class Seen(msgspec.Struct, frozen=True, gc=False):
+    """What the next snapshot is compared with. Replaced by ``look``, never changed."""
+
+    nodes: Mapping[str, NodeView] = {}  # as of the newest snapshot, or the last one in which it was not connecting
+    up: Mapping[str, NodeView] = {}  # as of the last snapshot in which it was up
+    down_since: Mapping[str, str] = {}  # of nodes that are not up: when that began here
+    bad: frozenset[str] = frozenset()  # UUIDs of broken GPUs
+    leases: Mapping[tuple[str, str], Lease] = {}  # by id and owner; those on unread nodes stay
+    started: bool = False
+
+
+def look(seen: Seen, snapshot: Snapshot, leases: Iterable[Lease], unread: Collection[str]) -> tuple[list[Event], Seen]:
+    """Return what has happened since ``seen``, each event of one node or lease, and what to compare with next.
+
+    ``unread``: nodes whose leases are unknown.
+    """
+    at = snapshot.at
+    events: list[Event] = []
+    nodes, up, since, bad = dict(seen.nodes), dict(seen.up), dict(seen.down_since), set(seen.bad)
+    for node in snapshot.nodes:
+        name = node.name
+        before = seen.nodes.get(name)
+        if before is not None and node.gpus is before.gpus and node.state == before.state:
+            nodes[name] = node
+            continue
+        if node.connecting:
+            continue
+        nodes[name] = node
+        if before is not None and before.state != node.state:
+            events += _of_node(before, node, at, since.get(name))
+        if node.state != "up":
+            since.setdefault(name, at)
+            continue
+        since.pop(name, None)
+        last = up.get(name)
+        up[name] = node
+        if last is None:
+            bad.update(gpu.uuid for gpu in node.gpus if gpu.state == "broken")
+        elif last.gpus is not node.gpus:
+            events += _of_gpus(last, node, at, bad)
+    ended, known = _of_leases(seen, snapshot, leases, unread)
+    return events + ended, Seen(nodes, up, since, frozenset(bad), known, started=True)
+
+
+def _of_node(before: NodeView, node: NodeView, at: str, since: str | None) -> Iterator[Event]:
+    """Yield the change of a node's connection."""
+    if node.state == "up":
+        away = f"after {format_duration(max(0.0, seconds_of(at) - seconds_of(since)))}" if since else ""
+        yield Event(at, "back", (node.name,), words=away)
+    elif node.state == "unreachable" or before.state == "up":
+        yield Event(at, node.state, (node.name,), words=node.error or "")
+
+
+def _of_gpus(before: NodeView, node: NodeView, at: str, bad: set[str]) -> Iterator[Event]:
+    """Yield what happened to the GPUs of a node; those that are broken are kept in ``bad``."""
+    for old, gpu in _pairs(before, node):
+        if gpu is None:
+            if before.source == node.source != "slurm" and old.uuid not in bad:
+                bad.add(old.uuid)
+                yield Event(at, "lost", (node.name,), str(old.index), words="the node no longer lists it")
+        elif old is not gpu and not _same(old, gpu):
+            for kind, user, words in _of_gpu(old, gpu, bad):
+                yield Event(at, kind, (node.name,), str(gpu.index), user, words)
+
+
+def _same(old: GpuView, gpu: GpuView) -> bool:
+    """Return whether two views of a GPU differ in nothing that makes an event: the usual case."""
+    return (
+        gpu.state == old.state
+        and gpu.error == old.error
+        and gpu.xids is old.xids
+        and gpu.sick == old.sick
+        and "rogue" not in gpu.flags
+    )
+
+
+def _of_gpu(old: GpuView, gpu: GpuView, bad: set[str]) -> Iterator[tuple[Kind, str, str]]:
+    """Yield kind, user and words of what happened to a GPU."""
+    if gpu.state == "broken" and gpu.uuid not in bad:
+        bad.add(gpu.uuid)
+        yield "lost" if gpu.reason.startswith(_LOST) else "broken", "", gpu.reason.removeprefix(_LOST)
+    elif gpu.uuid in bad and gpu.state not in {"broken", "unknown"}:
+        bad.discard(gpu.uuid)
+        yield "recovered", "", f"now {gpu.state}"
+    elif gpu.error is not None and old.error is None and gpu.uuid not in bad:
+        yield "error", "", gpu.error
+    if gpu.xids and old.xids is not None:
+        known = {(xid.code, xid.at) for xid in old.xids}
+        for xid in reversed(gpu.xids):
+            if (xid.code, xid.at) not in known:
+                yield "xid", "", xid_words(xid.code)
+    already = {_kind_of(reason) for reason in old.sick}
+    for reason in gpu.sick:
+        if not reason.startswith("XID ") and _kind_of(reason) not in already:  # an XID is an event of its own
+            yield "sick", "", reason
+    known_users = {process.user for process in old.processes or () if process.rogue}
+    for process in gpu.processes or ():
+        if process.rogue and process.user not in known_users:
+            known_users.add(process.user)
+            yield "rogue", process.user or "", (process.command.split() or ["process"])[0]
+
+
+def _pairs(before: NodeView, node: NodeView) -> Iterator[tuple[GpuView, GpuView | None]]:
+    """Yield each GPU of ``before`` with its newest view; None where the node no longer lists it."""
+    if len(before.gpus) == len(node.gpus) and all(
+        old.uuid == gpu.uuid for old, gpu in zip(before.gpus, node.gpus, strict=True)
+    ):
+        yield from zip(before.gpus, node.gpus, strict=True)
+        return
+    found = {gpu.uuid: gpu for gpu in node.gpus}
+    yield from ((old, found.get(old.uuid)) for old in before.gpus)
+
+
+def _kind_of(reason: str) -> str:
+    """Return a reason without its numbers: a growing count of errors is one event."""
+    return re.sub(r"[0-9]+", "", reason)
+
+
+def _of_leases(
+    seen: Seen, snapshot: Snapshot, leases: Iterable[Lease], unread: Collection[str]
+) -> tuple[list[Event], dict[tuple[str, str], Lease]]:
+    """Return the leases that have ended as events, and those that stand or may still stand."""
+    known = {(lease.id, lease.owner): lease for lease in leases}
+    hidden = set(unread)
+    doubtful = snapshot.scheduler is not None and not snapshot.scheduler.current
+    events = []
+    for key, lease in seen.leases.items():
+        if key in known:
+            continue
+        nodes = tuple(dict.fromkeys([*(gpu.node for gpu in lease.gpus), *lease.nodes]))
+        if not hidden.isdisjoint(nodes) or (lease.job is not None and doubtful):
+            known[key] = lease
+            continue
+        left_s = seconds_of(lease.until) - seconds_of(snapshot.at)
+        expired = left_s <= _EARLY_S
+        words = f"lease {lease.id}: {len(lease.gpus)} GPU{'s' * (len(lease.gpus) != 1)}"
+        words += "" if expired else f", {format_duration(left_s)} before its end"
+        indexes = [gpu.index for gpu in lease.gpus if gpu.index is not None] if len(nodes) == 1 else []
+        kind = "expired" if expired else "ended"
+        events.append(Event(snapshot.at, kind, nodes, ranges(set(indexes)), lease.owner, words))
+    return events, known
+
+
+def merged(events: Sequence[Event]) -> list[Event]:
+    """Return events of one moment with those that are alike as one: an error on eight GPUs, 200 nodes unreachable."""
+    alike: dict[tuple[str, str, str], list[Event]] = {}
+    for event in events:
+        words = "" if event.kind in OF_NODES else event.words
+        alike.setdefault((event.kind, event.user, words), []).append(event)
+    return [_one(same) for same in alike.values()]
+
+
+def _one(events: Sequence[Event]) -> Event:
+    first = events[0]
+    if len(events) == 1:
+        return first
+    nodes = tuple(dict.fromkeys(name for event in events for name in event.nodes))
+    (words, often), *others = Counter(event.words for event in events).most_common()
+    if others:
+        words += f" ({often} of {len(events)})"
+    indexes = [int(event.gpus) for event in events if event.gpus.isdecimal()]
+    gpus = ranges(set(indexes)) if len(nodes) == 1 and len(indexes) == len(events) else ""
+    return msgspec.structs.replace(first, nodes=nodes[:NODES_MAX], gpus=gpus, words=words)

@@ -1,0 +1,53 @@
+"""All that the overview shows, gathered from a scene and the past."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gpuboard.board.history import FIVE_MINUTES, Cluster, History, Span
+from gpuboard.board.overview.events import Event
+from gpuboard.board.overview.log import EventLog
+from gpuboard.board.overview.people import People, Person
+from gpuboard.board.overview.upcoming import Ending, Upcoming
+from gpuboard.board.scene import Scene
+from gpuboard.model.units import seconds_of
+
+
+class Facts(NamedTuple):
+    """What the boxes show."""
+
+    past: Cluster
+    people: Sequence[Person]
+    endings: Sequence[Ending]
+    events: Sequence[Event]  # oldest first
+    problem: str  # why events are not kept
+    now: float  # epoch seconds
+    span: Span  # of the past
+    order: str  # of the people, one of ORDERS
+
+
+class Gatherer:
+    """Gathers facts; what was counted on unchanged nodes is kept for the next scene."""
+
+    def __init__(self, history: History, events: EventLog) -> None:
+        self.order = "held"
+        self.span = FIVE_MINUTES
+        self._history = history
+        self._events = events
+        self._people = People()
+        self._upcoming = Upcoming()
+
+    def facts(self, scene: Scene, most: int) -> Facts:
+        """Return the facts of a scene, ``most`` of what ends next."""
+        now = seconds_of(scene.snapshot.at)
+        return Facts(
+            self._history.cluster(self.span),
+            self._people.of(scene, self.order),
+            self._upcoming.of(scene, now, most),
+            self._events.events,
+            self._events.problem,
+            now,
+            self.span,
+            self.order,
+        )

@@ -1,0 +1,43 @@
+"""What happened while a board ran: snapshots in, events out, kept in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from gpuboard import paths
+from gpuboard.board.overview.damper import Damper
+from gpuboard.board.overview.events import Event, Seen, look, merged
+from gpuboard.board.overview.store import EventStore
+from gpuboard.model.lease import LeaseList
+from gpuboard.model.snapshot import Snapshot
+
+
+class EventLog:
+    """Compares each snapshot with the one before. One thread adds; others may read meanwhile."""
+
+    def __init__(self, env: Mapping[str, str], nodes: Collection[str], *, kept: bool) -> None:
+        """``nodes``: their names; ``kept``: for the next start, too."""
+        self._store = EventStore(paths.state_dir(env) / "events.jsonl", nodes)
+        self._kept = kept
+        self._seen = Seen()
+        self._damper = Damper()
+
+    def start(self) -> None:
+        """Read the events of earlier boards, and write new ones, in the background."""
+        if self._kept:
+            self._store.start()
+
+    def add(self, snapshot: Snapshot, leases: LeaseList, now: float) -> None:
+        """Add what has happened since the snapshot before. ``now``: monotonic seconds."""
+        found, self._seen = look(self._seen, snapshot, leases.leases, leases.unread)
+        self._store.add(merged(self._damper.listed(found, now)))
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """All known events, oldest first; the same object until there is another one."""
+        return self._store.events
+
+    @property
+    def problem(self) -> str:
+        """Why events cannot be kept; "": they are."""
+        return self._store.problem

@@ -1,0 +1,76 @@
+"""How many GPUs each person holds, uses, and leaves idle (pure, with a memo per node)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from gpuboard.board.scene import Scene
+from gpuboard.model.snapshot import GpuView, NodeView
+
+ORDERS = ("idle", "held", "used")
+
+
+class Person(msgspec.Struct, frozen=True, gc=False):
+    """One user's part of the cluster, in GPUs; a MIG device counts as one."""
+
+    name: str
+    held: int = 0  # by leases and jobs
+    used: int = 0  # with a process, held or not
+    idle: int = 0  # held, without a process for long (config: idle_after)
+    rogue: int = 0  # with a process, while another user holds it
+
+
+class _Tally(msgspec.Struct, gc=False):
+    gpus: list[GpuView]
+    held: Counter[str]
+    used: Counter[str]
+    idle: Counter[str]
+    rogue: Counter[str]
+
+
+class People:
+    """Counts per user; only nodes with new readings are counted again."""
+
+    def __init__(self) -> None:
+        self._tallies: dict[str, _Tally] = {}
+
+    def of(self, scene: Scene, order: str = "held") -> list[Person]:
+        """Return everybody who holds or uses a GPU, by ``order`` (one of ORDERS), the most first."""
+        held, used, idle, rogue = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+        tallies: dict[str, _Tally] = {}
+        for node in scene.snapshot.nodes:
+            tally = self._tallies.get(node.name)
+            if tally is None or tally.gpus is not node.gpus:  # claims are part of a reading, jobs of a view
+                tally = _count(node, scene)
+            tallies[node.name] = tally
+            held.update(tally.held)
+            used.update(tally.used)
+            idle.update(tally.idle)
+            rogue.update(tally.rogue)
+        self._tallies = tallies
+        people = [Person(name, held[name], used[name], idle[name], rogue[name]) for name in {**held, **used}]
+        return sorted(people, key=lambda one: (-getattr(one, order), -one.held, -one.used, one.name))
+
+
+def _count(node: NodeView, scene: Scene) -> _Tally:
+    tally = _Tally(node.gpus, Counter(), Counter(), Counter(), Counter())
+    for gpu in node.gpus:
+        holders: set[str] = set()
+        for unit in gpu.mig or (gpu,):
+            owners = {lease.owner for lease in scene.leases_on(unit.uuid)} | {job.user for job in unit.jobs}
+            tally.held.update(owners)
+            holders |= owners
+        if "idle" in gpu.flags:
+            tally.idle.update(holders)
+        processes = gpu.processes or ()
+        tally.used.update({process.user for process in processes if process.user is not None})
+        tally.rogue.update({process.user for process in processes if process.rogue and process.user is not None})
+    return tally
+
+
+def totals(people: Sequence[Person]) -> Person:
+    """Return the sums over all."""
+    return Person("", sum(one.held for one in people), sum(one.used for one in people), sum(one.idle for one in people))

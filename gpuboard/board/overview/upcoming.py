@@ -1,0 +1,90 @@
+"""What ends next: leases and the scheduler's jobs with a time limit (pure, with a memo per node)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nsmallest
+
+import msgspec
+
+from gpuboard.board.scene import Scene
+from gpuboard.model.snapshot import GpuView, JobView, NodeView
+from gpuboard.model.units import ranges, seconds_of
+
+_UNLIMITED_S = 366 * 86400.0  # a job without a limit is shown as a lease that ends in a year or later
+
+
+class Ending(msgspec.Struct, frozen=True, gc=False):
+    """A lease or a job, and when it ends."""
+
+    until: float  # epoch seconds
+    user: str
+    name: str  # "k3f0"; "job 123"
+    gpus: int
+    place: str  # "gpu01:0-3", "gpu01:0-7 +1": the first node, and how many more
+    mine: bool = False
+
+
+class _Job(msgspec.Struct, gc=False):
+    """A job on one node."""
+
+    job: JobView
+    indexes: list[int]
+
+
+class Upcoming:
+    """Finds what ends next; only nodes with new readings are searched again for jobs."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, tuple[list[GpuView], dict[str, _Job]]] = {}
+
+    def of(self, scene: Scene, now: float, most: int) -> list[Ending]:
+        """Return the next ``most`` to end, the first one first. ``now``: epoch seconds."""
+        found = []
+        leased = set()
+        for lease in scene.leases.leases:
+            if lease.job is not None:
+                leased.add(lease.job)
+            until = seconds_of(lease.until)
+            if until - now < _UNLIMITED_S:
+                nodes: dict[str, list[int]] = {}
+                for gpu in lease.gpus:
+                    nodes.setdefault(gpu.node, []).extend([] if gpu.index is None else [gpu.index])
+                place = _place(nodes)
+                found.append(Ending(until, lease.owner, lease.id, len(lease.gpus), place, scene.is_mine(lease)))
+        on: dict[str, dict[str, list[int]]] = {}
+        views: dict[str, JobView] = {}
+        kept = {}
+        for node in scene.snapshot.nodes:
+            memo = self._jobs.get(node.name)
+            if memo is None or memo[0] is not node.gpus:
+                memo = (node.gpus, _jobs_on(node))
+            kept[node.name] = memo
+            for name, job in memo[1].items():
+                views.setdefault(name, job.job)
+                on.setdefault(name, {})[node.name] = job.indexes
+        self._jobs = kept
+        for name, job_view in views.items():
+            if name not in leased and job_view.until is not None:
+                places = on[name]
+                count = sum(len(indexes) for indexes in places.values())
+                end = seconds_of(job_view.until)
+                found.append(Ending(end, job_view.user, f"job {name}", count, _place(places)))
+        return nsmallest(most, found, key=lambda one: (one.until, one.name))
+
+
+def _jobs_on(node: NodeView) -> dict[str, _Job]:
+    jobs: dict[str, _Job] = {}
+    for gpu in node.gpus:
+        for unit in gpu.mig or (gpu,):
+            for job in unit.jobs:
+                jobs.setdefault(job.id, _Job(job, [])).indexes.append(gpu.index)
+    return jobs
+
+
+def _place(nodes: dict[str, Sequence[int]] | dict[str, list[int]]) -> str:
+    """Return ``gpu01:0-3``; of several nodes the first one and how many more."""
+    first = next(iter(nodes), "")
+    more = f" +{len(nodes) - 1}" if len(nodes) > 1 else ""
+    indexes = ranges(set(nodes[first])) if nodes else ""
+    return f"{first}{':' * bool(indexes)}{indexes}{more}"

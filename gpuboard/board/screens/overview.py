@@ -1,0 +1,144 @@
+"""The overview as a screen of its own: the cluster's past, people, what ends next, and all events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widget import Widget
+
+from gpuboard.board.filter.events import EVENTS
+from gpuboard.board.history import SPANS
+from gpuboard.board.overview.events import Event
+from gpuboard.board.overview.facts import Gatherer
+from gpuboard.board.overview.people import ORDERS
+from gpuboard.board.scene import Scene
+from gpuboard.board.screens.base import FilteredScreen
+from gpuboard.board.text.overview import EVENT_ROLES, KIND, NO_EVENTS, event_date, places
+from gpuboard.board.widgets.footer import Footer
+from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
+from gpuboard.board.widgets.overview import OverviewPanel
+from gpuboard.board.widgets.pane import Lines
+from gpuboard.model.units import seconds_of
+
+_EVENTS_LEAST = 9  # lines of the events: status, titles, rows
+_TALLEST = 22  # lines of the boxes
+_COLUMNS = (
+    Column("time", "Time", 14),
+    Column("kind", "Event", KIND),
+    Column("where", "Where", 0, weight=1, least=12),
+    Column("user", "User", 10, drop=1),
+    Column("words", "What", 0, weight=4, least=16),
+)
+
+
+class OverviewScreen(FilteredScreen):
+    """Boxes above, the events in a list below."""
+
+    TITLE_WORDS = "Overview"
+    LANGUAGE = EVENTS
+    FILTERED = "events"
+    FILTER_HINT = "kind:lost,xid node:gpu[01-04] user:alice age<1h, or any word"
+    DEFAULT_CSS = """
+    OverviewScreen Grid { padding: 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "back", "Back", id="overview.back"),
+        Binding("s", "sort", "Sort people", id="overview.sort"),
+        Binding("h", "span", "5 min, 1 h, 24 h", id="overview.span"),
+    ]
+
+    def compose(self) -> ComposeResult:
+        """The boxes, the filter, the events, the keys."""
+        yield OverviewPanel(Gatherer(self.board.core.history, self.board.core.events), id="boxes")
+        yield self.filter_field()
+        yield Lines(id="sums")
+        yield Grid(_COLUMNS, empty=NO_EVENTS, id="events")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Give the focus to the events."""
+        self.set_focus(self.rows_widget)
+
+    @property
+    def rows_widget(self) -> Widget:
+        """The events."""
+        return self.query_one("#events", Grid)
+
+    @property
+    def _boxes(self) -> OverviewPanel:
+        return self.query_one("#boxes", OverviewPanel)
+
+    def filter_rows(self) -> Iterable[tuple[Event, float]]:
+        """Return every event, and the time now."""
+        now = self._now
+        return ((event, now) for event in self.board.core.events.events)
+
+    @property
+    def _now(self) -> float:
+        scene = self.board.scene
+        return 0.0 if scene is None else seconds_of(scene.snapshot.at)
+
+    def show(self, scene: Scene) -> None:
+        """Draw the newest facts; the newest event is at the top."""
+        lines = min(_TALLEST, max(self.size.height // 2, self.size.height - _EVENTS_LEAST - 2 * len(scene.banners)))
+        self._boxes.take(min(lines, self.size.height - _EVENTS_LEAST), ("past", "people", "next"))
+        self._boxes.show_scene(scene)
+        every = self.board.core.events
+        query = self.query_in_force
+        found = [event for event, now in self.filter_rows() if query.matches(event, now)][::-1]
+        self._show_sums(len(found), bool(query), every.problem)
+        grid = self.query_one("#events", Grid)
+        grid.set_empty("No event matches the filter.\nEscape clears it." if query else NO_EVENTS)
+        grid.set_rows(LazyRows(found, lambda event: str(id(event)), self._row))
+
+    def _show_sums(self, found: int, filtered: bool, problem: str) -> None:
+        line = [(" Events  ", "title"), (f"{found}{' match' if filtered else ''}" if found or filtered else "", "dim")]
+        self.query_one("#sums", Lines).set_lines([line, *([[(f" {problem}", "warn")]] if problem else [])])
+
+    def _row(self, event: Event) -> Row:
+        cells: Sequence[Cell] = (
+            Cell(event_date(event, self._now), "dim"),
+            Cell(event.kind, EVENT_ROLES.get(event.kind, "")),
+            Cell(places(event)),
+            Cell(event.user or "-", "" if event.user else "dim"),
+            Cell(event.words),
+        )
+        return Row(str(id(event)), cells)
+
+    def on_resize(self) -> None:
+        """Share the new height."""
+        self.call_after_refresh(self.on_screen_resume)
+
+    @on(Grid.Chosen, "#events")
+    def open_place(self, message: Grid.Chosen) -> None:
+        """Show the GPU, or the first node, of an event in the cluster view."""
+        events = self.board.core.events.events
+        event = next((event for event in events if str(id(event)) == message.key), None)
+        scene = self.board.scene
+        if event is None or scene is None or not event.nodes:
+            return
+        node = scene.nodes.get(event.nodes[0])
+        if node is None:
+            return
+        first = event.gpus.split(",")[0].split("-")[0]
+        gpu = next((gpu for gpu in node.gpus if str(gpu.index) == first), None)
+        if gpu is not None:
+            self.board.go_to_gpu(gpu.uuid)
+        else:
+            self.board.go_to_node(node.name)
+
+    def action_sort(self) -> None:
+        """Sort the people by GPUs held, used or idle."""
+        shown = self._boxes.gatherer
+        shown.order = ORDERS[(ORDERS.index(shown.order) + 1) % len(ORDERS)]
+        self.filter_changed()
+
+    def action_span(self) -> None:
+        """Show five minutes, an hour or a day of the cluster."""
+        shown = self._boxes.gatherer
+        shown.span = SPANS[(SPANS.index(shown.span) + 1) % len(SPANS)]
+        self.filter_changed()
