@@ -187,7 +187,7 @@ async def test_marked_gpus_are_used_for_a_launch_and_released(exp: Exp) -> None:
         assert app.screen.query_one("#field-gpus", Input).value == "sim01:0"
         assert app.screen.query_one("#field-cpu", Tick).value, "simulated GPUs cannot compute"
         await fill_all(pilot, exp, "sleep.py")
-        await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPU 0"))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: state(app) == "running")
         assert exp.claims() == ["sim01-0"]
@@ -208,7 +208,7 @@ async def test_a_lease_of_mine_is_launched_on_and_stays(exp: Exp) -> None:
         await lab.settle(pilot, lambda: app.scene is not None and lease in app.scene.by_lease)
         assert app.scene is not None
         open_launch(app, [gpu.uuid for gpu in allocation.lease.gpus])
-        await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog) and lab.shown(app, f"Lease {lease}"))
+        await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog) and lab.shown(app, f"Will use lease {lease}"))
         await fill_all(pilot, exp, "end.py")
         await pilot.click("#commit")
         await lab.settle(pilot, lambda: state(app) == "done")
@@ -223,7 +223,7 @@ async def test_a_launch_takes_the_best_and_a_failure_is_shown_on_any_screen(exp:
         open_launch(app)
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
         await fill_all(pilot, exp, "fail.py", gpus="2", model="h100")
-        await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:2,3"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 2,3"))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen))
         await pilot.press("escape")
@@ -256,7 +256,7 @@ async def test_a_launch_that_is_not_possible_is_explained_in_the_dialog(exp: Exp
         await lab.settle(pilot, lambda: lab.shown(app, "no file nothere.py in that"))
         assert isinstance(app.screen, LaunchDialog)
         await fill(pilot, command="sleep.py", gpus="sim01:1", folder="/no/such")
-        await lab.settle(pilot, lambda: lab.shown(app, "no such folder", "Not now: sim01:1 is busy"))
+        await lab.settle(pilot, lambda: lab.shown(app, "no such folder", "No: sim01:1 is busy"))
         await fill(pilot, folder=str(exp.work))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: lab.shown(app, "Not launched: sim01:1 is busy: bob"))
@@ -292,7 +292,7 @@ async def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
         await fill_all(pilot, exp, "sleep.py")
         await fill(pilot, command="nothere.py")
         await pilot.press("enter")
-        await lab.settle(pilot, lambda: asked and lab.shown(app, "Reserves sim02:0"))
+        await lab.settle(pilot, lambda: asked and lab.shown(app, "Will reserve sim02 GPU 0"))
         assert isinstance(app.screen, LaunchDialog)
         assert len(asked) == 1, "one look at a time"
         answers.set()

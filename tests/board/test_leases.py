@@ -171,9 +171,9 @@ def test_renews(tmp_path: Path) -> None:
         await pilot.press("enter")
         await lab.settle(pilot, lambda: "longer than the 1d allowed" in lab.screen(app))
         entry.value = "10m"
-        await lab.settle(pilot, lambda: re.search(r"Ends .*, sooner than now", lab.screen(app)))
+        await lab.settle(pilot, lambda: re.search(r"Will end .*, sooner than now", lab.screen(app)))
         entry.value = "3h"
-        await lab.settle(pilot, lambda: "Ends " in lab.screen(app) and "sooner" not in lab.screen(app))
+        await lab.settle(pilot, lambda: "Will end " in lab.screen(app) and "sooner" not in lab.screen(app))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
         await lab.settle(pilot, lambda: app.scene and next(iter(app.scene.by_lease.values())).remaining_s > 10700)

@@ -58,7 +58,7 @@ async def test_the_toast_has_the_messages_about_the_lease(tmp_path: Path, monkey
     core = lab.make_core(tmp_path, [Node(name="here", host=None, claims_dir=str(lab.claims_folder(tmp_path)))])
     async with lab.board(core) as (app, pilot):
         await open_for(app, pilot, uuids(app, "here", 0))
-        await lab.settle(pilot, lambda: lab.shown(app, "Reserves here:0"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve here GPU 0"))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: lab.told(app, "here:0 is sick: row"))
         end_all(core)
@@ -73,7 +73,7 @@ async def test_reserves_the_selected_gpus(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     async with lab.board(core) as (app, pilot):
         await pilot.press("r")
-        await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPU 0"))
         await fill(pilot, "for", "90m")
         await fill(pilot, "purpose", "a [b]test[/b]")
         await pilot.press("enter")
@@ -96,9 +96,9 @@ async def test_the_policy_picks_the_best_n_and_explains_it(tmp_path: Path) -> No
     async with lab.board(core, (80, 24)) as (app, pilot):
         await open_for(app, pilot, [])
         await fill(pilot, "gpus", "2")
-        await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:2,3", "linked by 18 NVLinks"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 2,3", "linked by 18 NVLinks"))
         await fill(pilot, "model", "l40")
-        await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim02:0,1", "2 of 2 free"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim02 GPUs 0,1", "2 of 2 free"))
         await pilot.click("#commit")
         await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 2)
         assert [claim.split()[1] for claim in lab.claims(tmp_path)] == ["sim02-0", "sim02-1"]
@@ -112,7 +112,7 @@ async def test_a_refusal_has_reasons_and_an_alternative(tmp_path: Path) -> None:
         await open_for(app, pilot, [])
         await fill(pilot, "gpus", "4")
         await fill(pilot, "nodes", "1")
-        await lab.settle(pilot, lambda: lab.shown(app, "Not now:", "Possible: at most 2 nodes"))
+        await lab.settle(pilot, lambda: lab.shown(app, "No:", "Try: at most 2 nodes"))
         assert "--" not in lab.screen(app)
         await pilot.press("enter")
         await fill(pilot, "gpus", "5")
@@ -157,12 +157,12 @@ async def test_after_a_conflict_the_next_best_set_is_offered(tmp_path: Path) -> 
     async with lab.board(core, twice=True) as (app, pilot):
         with other.somebody(tmp_path, nodes[0]) as agent:
             await open_for(app, pilot, uuids(app, "sim01", 0, 2))
-            await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0,2"))
+            await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 0,2"))
             other.take(agent, "abcdef", uuids(app, "sim01", 2))
             await pilot.press("enter")
             await lab.settle(pilot, lambda: lab.shown(app, "Not reserved: sim01:2 is reserved", "nobody"))
             assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
-            await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0,3"))
+            await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 0,3"))
             assert value(app, "gpus") == "sim01:0,3"
             await pilot.press("enter")
             await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
@@ -182,10 +182,10 @@ async def test_no_other_set_is_left_after_a_conflict(tmp_path: Path) -> None:
             await open_for(app, pilot, [])
             await fill(pilot, "gpus", "3")
             await fill(pilot, "model", "H100")
-            await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0,2,3"))
+            await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 0,2,3"))
             other.take(agent, "abcdef", uuids(app, "sim01", 2))
             await pilot.press("enter")
-            await lab.settle(pilot, lambda: lab.shown(app, "Not reserved: sim01:2 is reserved", "Possible: 2 GPUs"))
+            await lab.settle(pilot, lambda: lab.shown(app, "Not reserved: sim01:2 is reserved", "Try: 2 GPUs"))
             assert lab.claims(tmp_path) == ["abcdef: sim01-2"]
             await pilot.press("escape")
 
@@ -203,7 +203,7 @@ async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int
     """Reserve over two nodes, the second of which hangs within the block; yield its pid. Nothing is left afterwards."""
     await open_for(app, pilot, [])
     await fill(pilot, "gpus", "5")
-    await lab.settle(pilot, lambda: lab.shown(app, "Reserves sim01:0,2,3@sim02:0,1"))
+    await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 0,2,3 and sim02 GPUs 0,1"))
     pid = hung(core, "sim02")
     try:
         await pilot.press("enter")

@@ -47,12 +47,12 @@ async def test_another_gpuboard_was_quicker(tmp_path: Path, script: Path) -> Non
     core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
     async with lab.board(core, twice=True) as (app, pilot):
         open_reserve(app, picks(app, 0, 1))
-        await lab.settle(pilot, lambda: lab.shown(app, "Reserves gpu01:0,1"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve gpu01 GPUs 0,1"))
         allocate = ("allocate", "--gpus", "1", "--detach", "--for", "1h", "--purpose", "quick", "--format", "json")
         await asyncio.to_thread(gpuboard, tmp_path, *allocate)
         await pilot.press("enter")
         await lab.settle(
-            pilot, lambda: lab.shown(app, "Not reserved: gpu01:1 is reserved", "quick", "Reserves gpu01:0,2")
+            pilot, lambda: lab.shown(app, "Not reserved: gpu01:1 is reserved", "quick", "Will reserve gpu01 GPUs 0,2")
         )
         assert len(list((tmp_path / "claims").glob("gpuboard.GPU-*"))) == 1
         await pilot.press("enter")
@@ -66,11 +66,11 @@ async def test_a_process_moved_in(tmp_path: Path, script: Path) -> None:
     core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
     async with lab.board(core, twice=True) as (app, pilot):
         open_reserve(app, picks(app, 2))
-        await lab.settle(pilot, lambda: lab.shown(app, "Reserves gpu01:2"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve gpu01 GPU 2"))
         gpus = [Gpu(), Gpu(), Gpu(used=3 * GIB, processes=(("compute", os.getpid(), 3 * GIB),)), Gpu()]
         write_script(script, gpus, seed=str(tmp_path))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: lab.shown(app, "Not reserved: gpu01:2 is busy", str(os.getpid())))
-        await lab.settle(pilot, lambda: lab.shown(app, "Reserves gpu01:0"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve gpu01 GPU 0"))
         assert list((tmp_path / "claims").glob("gpuboard.GPU-*")) == []
         await pilot.press("escape")

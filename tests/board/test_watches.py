@@ -41,7 +41,7 @@ async def test_a_watch_notifies_when_enough_are_free(tmp_path: Path) -> None:
         app.bell = lambda: rung.append(1)  # type: ignore[method-assign]  # headless, textual's does nothing
         await pilot.press("w")
         await fill(pilot, what="2", model="l40s", nodes="1")
-        await lab.settle(pilot, lambda: "Not now: requested 2 GPUs on one node of model l40s" in lab.screen(app))
+        await lab.settle(pilot, lambda: "Will wait: requested 2 GPUs on one node of model l40s" in lab.screen(app))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: "2 free l40s on one node" in lab.screen(app))
         await pilot.press("escape")
@@ -124,7 +124,7 @@ async def test_a_watch_notifies_when_a_lease_ends(tmp_path: Path) -> None:
         taken = await lab.reserved(app, core, pilot, 1, "L40S")
         await pilot.press("w")
         await fill(pilot, what=taken.lease.id)
-        await lab.settle(pilot, lambda: f"Notifies you when lease {taken.lease.id} ends" in lab.screen(app))
+        await lab.settle(pilot, lambda: f"Will notify you when lease {taken.lease.id} ends" in lab.screen(app))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: len(app.watches.active) == 1)
         core.operations.release(taken.lease.id)
@@ -140,7 +140,7 @@ async def test_a_watch_notifies_when_a_run_ends(tmp_path: Path) -> None:
     async with lab.board(core, (80, 24)) as (app, pilot):
         await pilot.press("w")
         await fill(pilot, what="r7k2m")
-        await lab.settle(pilot, lambda: "Notifies you when run r7k2m ends" in lab.screen(app))
+        await lab.settle(pilot, lambda: "Will notify you when run r7k2m ends" in lab.screen(app))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: len(app.watches.active) == 1)
         folder.keep("state.json", msgspec.structs.replace(view, state="failed", exit_code=1))
@@ -156,7 +156,7 @@ async def test_a_lease_under_the_cursor(tmp_path: Path) -> None:
         await pilot.press("l")
         await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
         await pilot.press("e")
-        await lab.settle(pilot, lambda: f"Notifies you when lease {taken.lease.id} ends" in lab.screen(app))
+        await lab.settle(pilot, lambda: f"Will notify you when lease {taken.lease.id} ends" in lab.screen(app))
         await pilot.press("escape")
         core.operations.release(taken.lease.id)
 

@@ -14,7 +14,7 @@ from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.events import Click
+from textual.events import Click, DescendantFocus
 from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widget import Widget
@@ -44,6 +44,7 @@ class Field(msgspec.Struct, frozen=True):
     label: str
     value: str = ""
     hint: str = ""  # beside the field while it is valid
+    example: str = ""  # in the field while it is empty
     check: Callable[[str], str] = _fine
     toggle: bool = False  # a check box; its value is YES or ""
 
@@ -183,12 +184,20 @@ class Dialog(Box[T]):
     """
 
     DEFAULT_CSS = """
-    Dialog .field { height: 1; width: 100%; }
+    Dialog .field { height: auto; width: 100%; }
     Dialog .field Label { width: 13; }
-    Dialog .field:focus-within Label { text-style: bold reverse; }
-    Dialog .field Input { width: 26; }
-    Dialog .field Tick { width: 26; }
-    Dialog .field .note { width: 1fr; padding-left: 2; height: 1; }
+    Dialog .field.-focused Label { text-style: bold; }
+    Dialog .field Input, Dialog .field Input:focus {
+        width: 28; height: 1; padding: 0; background: $foreground 12%; background-tint: transparent;
+        border: none; border-left: vkey $foreground 40%; border-right: vkey $foreground 40%;
+    }
+    Dialog .field Input:focus { background: $foreground 22%; border-left: vkey $primary; border-right: vkey $primary; }
+    Dialog .field Input > .input--placeholder { text-style: dim italic; }
+    Dialog.-ascii .field Input, Dialog.-ascii .field Input:focus {
+        border-left: ascii $primary; border-right: ascii $primary;
+    }
+    Dialog .field Tick { width: 28; padding-left: 1; }
+    Dialog .field .note { width: 1fr; padding-left: 1; height: auto; }
     Dialog #fields { height: auto; max-height: 12; }
     Dialog #message { height: auto; max-height: 8; margin-top: 1; }
     Dialog #message.-empty { display: none; }
@@ -223,6 +232,11 @@ class Dialog(Box[T]):
     def on_mount(self) -> None:
         """Check the defaults; the first field has the focus."""
         self.check()
+
+    def on_descendant_focus(self, event: DescendantFocus) -> None:
+        """Mark the label of the field that has the focus."""
+        for row in self.query(".field"):
+            row.set_class(event.widget in row.children, "-focused")
 
     @property
     def values(self) -> dict[str, str]:
@@ -288,7 +302,7 @@ class Dialog(Box[T]):
         for key, field in self.fields.items():
             words = wrong.get(key, "")
             style = self.board.look.style("bad" if words else "dim")
-            text = Text(words or field.hint, style, no_wrap=True, overflow="ellipsis")
+            text = Text(words or field.hint, style)
             if text.plain != (before := self._notes.get(key, Text())).plain or text.style != before.style:
                 self._notes[key] = text
                 self.query_one(f"#note-{key}", Static).update(text)
@@ -320,7 +334,8 @@ class Dialog(Box[T]):
 def _entry(field: Field) -> Widget:
     if field.toggle:
         return Tick(field.value == YES, f"field-{field.key}")
-    return Input(field.value, id=f"field-{field.key}", compact=True, select_on_focus=False)
+    example = f"e.g. {field.example}" if field.example else ""
+    return Input(field.value, example, id=f"field-{field.key}", select_on_focus=False)
 
 
 class Confirm(Box[bool]):

@@ -69,7 +69,6 @@ class LaunchDialog(Dialog[str]):
     LaunchDialog #box { width: 100; }
     LaunchDialog .field Input, LaunchDialog .field Tick { width: 1fr; }
     LaunchDialog .field .note { width: 35; }
-    LaunchDialog #note-command { width: auto; max-width: 35; }
     """
 
     def __init__(self, board: BoardApp, scene: Scene, gpus: str, uuids: Sequence[str]) -> None:
@@ -85,15 +84,19 @@ class LaunchDialog(Dialog[str]):
         super().__init__(
             "Launch: one rank per GPU",
             [
-                Field("command", "Command", last.command if last else "", "train.py --lr 3e-4", self._command),
-                Field("gpus", "GPUs", gpus, "a number, gpu01:0,3 or a lease", self._which),
-                Field("model", "Model", "", "with a number: H100"),
-                Field("folder", "Folder", last.folder if last else starter.here, "on every node", self._folder),
-                Field("python", "Python", last.python if last else "", "of VIRTUAL_ENV, CONDA or PATH"),
-                Field("variables", "Variables", last.variables if last else "", "K=V K2=V2", check_variables),
+                Field("command", "Command", last.command if last else "", "script with arguments", "train.py --lr 3e-4",
+                      self._command),
+                Field("gpus", "GPUs", gpus, "a number, gpu01:0,3 or a lease", "2", self._which),
+                Field("model", "Model", "", "with a number; empty: any", "H100"),
+                Field("folder", "Folder", last.folder if last else starter.here, "on every node", "/home/me/project",
+                      self._folder),
+                Field("python", "Python", last.python if last else "", "empty: VIRTUAL_ENV, CONDA, PATH",
+                      "/opt/env/bin/python"),
+                Field("variables", "Variables", last.variables if last else "", "for the ranks", "NCCL_DEBUG=INFO",
+                      check_variables),
                 Field("cpu", "On the CPU", YES if cpu else "", hint, toggle=True),
-                Field("grace", "Grace", last.grace if last else _GRACE, "from SIGTERM to SIGKILL", _grace),
-                Field("for", "For", settings.max_lease, "maximum duration of the lease", duration(most)),
+                Field("grace", "Grace", last.grace if last else _GRACE, "from SIGTERM to SIGKILL", "30s", _grace),
+                Field("for", "For", settings.max_lease, "maximum duration of the lease", "8h", duration(most)),
                 Field("keep", "Keep running", YES, "when the board is closed", toggle=True),
             ],
             verb="Launch",
@@ -167,8 +170,8 @@ class LaunchDialog(Dialog[str]):
         text = self.values["gpus"]
         lease = self._lease(text)
         if lease is not None:
-            held = f"{request_form.places_words(lease.gpus)}, {format_duration(lease.remaining_s)} left"
-            self.show_message(self._before + Text(f"Lease {lease.id}: {held}", self.board.look.style("good")))
+            held = f"{request_form.gpus_words(lease.gpus)}, {format_duration(lease.remaining_s)} left"
+            self.show_message(self._before + Text(f"Will use lease {lease.id}: {held}", self.board.look.style("good")))
         elif self._which(text):
             self.show_message(self._before)
         else:
@@ -192,7 +195,7 @@ class LaunchDialog(Dialog[str]):
         if isinstance(answer, Choice):
             why = "" if request.picks else f"; {answer.why}"
             return Text.assemble(
-                (f"Reserves {request_form.places_words(answer.gpus)}", look.style("good")), (why, look.style("dim"))
+                (f"Will reserve {request_form.gpus_words(answer.gpus)}", look.style("good")), (why, look.style("dim"))
             )
         return refused(answer, look)
 

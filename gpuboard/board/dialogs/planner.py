@@ -51,5 +51,5 @@ def refused(answer: Refusal | str, look: Look) -> Text:
     if isinstance(answer, str):
         return Text(answer, look.style("bad"))
     message, nearest = refusal_words(answer)
-    found = Text.assemble(("Not now: " if answer.code == 4 else "Impossible here: ", look.style("warn")), message)
-    return found.append(f"\nPossible: {nearest}", look.style("good")) if nearest else found
+    found = Text.assemble(("No: " if answer.code == 4 else "Impossible here: ", look.style("warn")), message)
+    return found.append(f"\nTry: {nearest}", look.style("good")) if nearest else found

@@ -14,6 +14,7 @@ from gpuboard.model.request import ChosenGpu, Pick, Refusal, Request, slot
 from gpuboard.model.units import format_duration, is_whole, parse_size
 
 MOST = 8192  # GPUs in one request: the largest cluster that is tested
+_NODES_NAMED = 4  # nodes that are named in a sentence
 _INSTEAD = (  # command-line options in a refusal → the board's terms
     (r"--max-nodes (\d+)", r"at most \1 nodes"),
     (r"--n 1\b", "1 GPU"),
@@ -85,6 +86,34 @@ def places_words(gpus: Iterable[_Placed]) -> str:
         f"{node}:{','.join(slot(gpu.index, getattr(gpu, 'mig', None)) for gpu in on_node)}"
         for node, on_node in groupby(ordered, key=lambda gpu: gpu.node)
     )
+
+
+def gpus_words(gpus: Iterable[_Placed]) -> str:
+    """Return GPUs in words: ``sim02 GPU 3``, ``gpu01 GPUs 0-3,7 and gpu02 GPU 1``; of many nodes the first ones."""
+    parts, count = [], 0
+    ordered = sorted(gpus, key=lambda gpu: (gpu.node, gpu.index is None, gpu.index or 0))
+    for node, on_node in groupby(ordered, key=lambda gpu: gpu.node):
+        held = [*on_node]
+        count += len(held)
+        mig = any(getattr(gpu, "mig", None) is not None for gpu in held)
+        numbers = ",".join(slot(gpu.index, getattr(gpu, "mig", None)) for gpu in held)
+        numbers = numbers if mig or None in {gpu.index for gpu in held} else ranges(gpu.index or 0 for gpu in held)
+        parts.append(f"{node} {'MIG device' if mig else 'GPU'}{'s' if len(held) > 1 else ''} {numbers}")
+    if len(parts) > _NODES_NAMED:
+        more = len(parts) - _NODES_NAMED + 1
+        parts[_NODES_NAMED - 1 :] = [f"{more} more nodes: {count} GPUs in all"]
+    return ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + "".join(parts[-1:])
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return ascending numbers as text: ``0-3,5``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in found)
 
 
 def picks_of(uuids: Iterable[str], scene: Scene) -> tuple[str, tuple[Pick, ...]]:

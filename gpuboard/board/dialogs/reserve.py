@@ -46,12 +46,12 @@ class ReserveDialog(Dialog[Allocation]):
         super().__init__(
             "Reserve",
             [
-                Field("gpus", "GPUs", words or "1", "a number, or gpu01:0,3", request_form.which),
-                Field("model", "Model", "", "any; or part of a name: H100"),
-                Field("memory", "Free memory", "", "any; or per GPU: 40GiB", size),
-                Field("nodes", "Nodes", "", "fewest; or at most: 1, 2, …", number(1, 4096, needed=False)),
-                Field("for", "For", default, f"at most {request_form.lasting(most_s)}", duration(most_s)),
-                Field("purpose", "Purpose", "", "shown to others"),
+                Field("gpus", "GPUs", words or "1", "a number, or gpu01:0,3", "gpu01:0,3", request_form.which),
+                Field("model", "Model", "", "part of a name; empty: any", example="H100"),
+                Field("memory", "Free memory", "", "per GPU; empty: any", "40GiB", size),
+                Field("nodes", "Nodes", "", "at most; empty: the fewest", "1", number(1, 4096, needed=False)),
+                Field("for", "For", default, f"at most {request_form.lasting(most_s)}", "30m", duration(most_s)),
+                Field("purpose", "Purpose", "", "shown to others", "ablation study"),
             ],
             verb="Reserve",
         )
@@ -97,7 +97,8 @@ class ReserveDialog(Dialog[Allocation]):
     def _words(self, answer: Answer) -> Text:
         look = self.board.look
         if isinstance(answer, Choice):
-            takes = f"Reserves {request_form.places_words(answer.gpus)}" if answer.gpus else "Slurm chooses the GPUs"
+            words = request_form.gpus_words(answer.gpus)
+            takes = f"Will reserve {words}" if words else "Slurm will choose the GPUs"
             found = Text.assemble((takes, look.style("good")), "\n")
             return found.append(answer.why, look.style("dim"))
         return refused(answer, look)

@@ -91,7 +91,7 @@ class SaveFilter(Dialog[str]):
 
     def __init__(self, rows: str, text: str, known: dict[str, str]) -> None:
         super().__init__(
-            f"Save this filter for {rows}", [Field("name", "Name", "", "free H100", check=self._check)], verb="Save"
+            f"Save this filter for {rows}", [Field("name", "Name", example="free H100", check=self._check)], verb="Save"
         )
         self._rows, self._text, self._known = rows, text, known
 

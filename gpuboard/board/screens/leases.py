@@ -332,7 +332,7 @@ class RenewDialog(Dialog[str]):
 
     def __init__(self, lease: Lease, most_s: float) -> None:
         usual = lasting(min(8 * 3600.0, most_s))
-        field = Field("for", "From now", usual, f"at most {lasting(most_s)}", duration(most_s))
+        field = Field("for", "From now", usual, f"at most {lasting(most_s)}", "30m", duration(most_s))
         super().__init__(f"Renew {lease.id}: {places_words(lease.gpus)}", [field], verb="Renew")
         self._lease = lease
 
@@ -344,9 +344,9 @@ class RenewDialog(Dialog[str]):
         now = time.time()
         end = now + parse_duration(self.values["for"])
         if end < seconds_of(self._lease.until):
-            self.show_message(f"Ends {local(end, now)}, sooner than now", "warn")
+            self.show_message(f"Will end {local(end, now)}, sooner than now", "warn")
         else:
-            self.show_message(f"Ends {local(end, now)}", "good")
+            self.show_message(f"Will end {local(end, now)}", "good")
 
     def commit(self, values: dict[str, str]) -> None:
         """Renew it on all its nodes."""

@@ -188,13 +188,13 @@ class WatchDialog(Dialog[Watch]):
         super().__init__(
             "Notify me when",
             [
-                Field("what", "Wait for", ends or "1", "free GPUs, or a lease or run", what),
-                Field("model", "Model", "", "any; or part of a name: H100"),
-                Field("memory", "Free memory", "", "any; or per GPU: 40GiB", size),
-                Field("nodes", "Nodes", "", "any number; or at most: 1, 2, …", number(1, 4096, needed=False)),
+                Field("what", "Wait for", ends or "1", "free GPUs, or a lease or run", "2", what),
+                Field("model", "Model", "", "part of a name; empty: any", example="H100"),
+                Field("memory", "Free memory", "", "per GPU; empty: any", "40GiB", size),
+                Field("nodes", "Nodes", "", "at most; empty: any number", "1", number(1, 4096, needed=False)),
                 Field("reserve", "Reserve", "", "as soon as available", toggle=True),
-                Field("for", "For", default, f"at most {request_form.lasting(most_s)}", duration(most_s)),
-                Field("purpose", "Purpose", "", "shown to others"),
+                Field("for", "For", default, f"at most {request_form.lasting(most_s)}", "30m", duration(most_s)),
+                Field("purpose", "Purpose", "", "shown to others", "ablation study"),
             ],
             verb="Watch",
         )
@@ -229,7 +229,7 @@ class WatchDialog(Dialog[Watch]):
             return
         watch = self._watch(self.values)
         if watch.request is None:
-            self.show_message(f"Notifies you when {watch.condition}")
+            self.show_message(f"Will notify you when {watch.condition}")
             return
         self._planner.look(watch.request)
 
@@ -237,12 +237,12 @@ class WatchDialog(Dialog[Watch]):
         if not self.is_attached or self.wrong() or request != self._watch(self.values).request:
             return
         if isinstance(answer, Choice):
-            self.show_message(f"Available now: {request_form.places_words(answer.gpus)}", "good")
+            self.show_message(f"Available now: {request_form.gpus_words(answer.gpus)}", "good")
         elif isinstance(answer, str):
             self.show_message(answer, "bad")
         else:
             words, never = request_form.refusal_words(answer)[0], answer.code == 3
-            self.show_message(f"Impossible here: {words}" if never else f"Not now: {words}", "warn" if never else "")
+            self.show_message(f"Impossible here: {words}" if never else f"Will wait: {words}", "warn" if never else "")
 
     def commit(self, values: dict[str, str]) -> None:
         """Return the watch."""

@@ -68,7 +68,7 @@ class NameNodes(Dialog[bool]):
 
     def __init__(self) -> None:
         fields = [
-            Field("nodes", "Nodes", "", "or ssh_config:gpu*", _some),
+            Field("nodes", "Nodes", "", "or ssh_config:gpu*", "gpu[01-04]", _some),
             Field("keep", "Save", YES, "", toggle=True),
         ]
         super().__init__("Nodes with GPUs, by their ssh host names", fields, verb="Show them")

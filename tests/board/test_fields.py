@@ -1,0 +1,119 @@
+"""Fields of dialogs: they look like fields in every theme, show an example, and whole errors beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.dialogs.base import Dialog
+from gpuboard.board.dialogs.launch import open_launch
+from gpuboard.board.dialogs.request_form import gpus_words
+from gpuboard.board.dialogs.reserve import open_reserve
+from gpuboard.board.dialogs.saved_filters import SaveFilter
+from gpuboard.board.screens.leases import RenewDialog
+from gpuboard.board.screens.watches import open_watch
+from gpuboard.board.screens.welcome import NameNodes
+from gpuboard.config import Settings
+from gpuboard.model.request import ChosenGpu
+from tests.board.lab import board, make_core, screen, settle
+from tests.board.made import lease
+
+WRONG = {  # text that is wrong in a field
+    "gpus": "1,,", "what": "nothing", "memory": "40 elephants", "nodes": "many", "for": "999d", "grace": "soon",
+    "command": "'", "variables": "=1", "name": "x" * 21,
+}  # fmt: skip
+DIALOGS: dict[str, Callable[[BoardApp], object]] = {
+    "reserve": lambda app: open_reserve(app, ()),
+    "launch": open_launch,
+    "watch": open_watch,
+    "renew": lambda app: app.push_screen(RenewDialog(lease("k3f9", "me", [("sim01", 0)]), 86400.0)),
+    "nodes": lambda app: app.push_screen(NameNodes()),
+    "save filter": lambda app: app.push_screen(SaveFilter("GPUs", "user:me", {})),
+}
+
+
+@pytest.mark.parametrize(("glyphs", "theme"), [("unicode", "dark"), ("unicode", "plain"), ("ascii", "light")])
+async def test_every_dialog_s_fields_are_visible_and_nothing_is_cut(tmp_path: Path, glyphs: str, theme: str) -> None:
+    edges = "||" if glyphs == "ascii" else "▏▕"
+    core = make_core(tmp_path, settings=Settings(glyphs=glyphs))
+    async with board(core, (80, 24)) as (app, pilot):
+        app.theme = theme
+        for size in ((80, 24), (160, 48)):
+            await pilot.resize_terminal(*size)
+            for name, opened in DIALOGS.items():
+                opened(app)
+                await settle(pilot, lambda: isinstance(app.screen, Dialog) and app.screen.query("#commit"))
+                dialog = app.screen
+                assert isinstance(dialog, Dialog)
+                await _is_whole(app, pilot, dialog, edges)
+                await _shows_errors(app, pilot, dialog, {} if name == "nodes" else WRONG)
+                box = dialog.query_one("#box").region
+                assert (box.right <= size[0], box.bottom <= size[1]) == (True, True)
+                dialog.dismiss(None)
+                await settle(pilot, lambda dialog=dialog: app.screen is not dialog)  # type: ignore[misc]
+
+
+async def _is_whole(app: BoardApp, pilot: Pilot[int], dialog: Dialog[object], edges: str) -> None:
+    """Check every field's edges, example and hint, and that the buttons are on the screen."""
+    await settle(pilot, lambda: 0 < dialog.query_one("#commit").region.bottom < app.size.height)
+    for field in dialog.fields.values():
+        if not field.toggle:
+            await settle(pilot, lambda key=field.key: _line(app, dialog, key)[:1] == edges[0])  # type: ignore[misc]
+            line = _line(app, dialog, field.key)
+            assert line[-1] == edges[1], field.key
+            assert field.value or not field.example or f"e.g. {field.example} " in line, field.key
+        assert field.key in dialog.wrong() or field.hint in screen(app), field.key
+
+
+async def _shows_errors(app: BoardApp, pilot: Pilot[int], dialog: Dialog[object], wrong: Mapping[str, str]) -> None:
+    """Check that each error is shown whole beside its field."""
+    for key in wrong.keys() & dialog.fields.keys():
+        dialog.query_one(f"#field-{key}", Input).value = wrong[key]
+        await settle(pilot, lambda key=key: dialog.wrong().get(key, "-") in _beside(app, dialog))  # type: ignore[misc]
+
+
+def _line(app: BoardApp, dialog: Dialog[object], key: str) -> str:
+    """Return what is drawn of a field."""
+    region = dialog.query_one(f"#field-{key}", Input).region
+    return screen(app).splitlines()[region.y].ljust(app.size.width)[region.x : region.right]
+
+
+def _beside(app: BoardApp, dialog: Dialog[object]) -> str:
+    """Return what is drawn beside the fields, unwrapped."""
+    lines = screen(app).splitlines()
+    notes = [note.region for note in dialog.query(".note")]
+    drawn = (lines[y][note.x : note.right].strip() for note in notes for y in range(note.y, note.bottom))
+    return " ".join(drawn)
+
+
+async def test_the_label_of_the_field_with_the_focus_is_marked(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        await pilot.press("r")
+        await settle(pilot, lambda: isinstance(app.screen, Dialog) and app.screen.query("#commit"))
+        for key, marked in (("", "GPUs"), ("down", "Model"), ("up", "GPUs"), ("up", "")):
+            await pilot.press(*filter(None, [key]))
+            labels = [str(label.render()) for label in app.screen.query(".field.-focused Label")]
+            assert labels == [marked] * bool(marked)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        ([("sim02", 3)], "sim02 GPU 3"),
+        ([("b", 1), ("a", 0), ("a", 2), ("a", 3), ("a", 1), ("a", 6)], "a GPUs 0-3,6 and b GPU 1"),
+        ([("a", 0), ("a", 1)], "a GPUs 0,1"),
+        ([(f"n{k}", 0) for k in range(9)], "n0 GPU 0, n1 GPU 0, n2 GPU 0 and 6 more nodes: 9 GPUs in all"),
+        ([], ""),
+    ],
+)
+def test_gpus_in_words(gpus: list[tuple[str, int]], words: str) -> None:
+    assert gpus_words(ChosenGpu(node, index, f"GPU-{node}-{index}") for node, index in gpus) == words
+
+
+def test_mig_devices_in_words() -> None:
+    assert gpus_words([ChosenGpu("a", 2, "MIG-1", mig=1)]) == "a MIG device 2:1"
