@@ -208,7 +208,9 @@ async def test_a_lease_of_mine_is_launched_on_and_stays(exp: Exp) -> None:
         await lab.settle(pilot, lambda: app.scene is not None and lease in app.scene.by_lease)
         assert app.scene is not None
         open_launch(app, [gpu.uuid for gpu in allocation.lease.gpus])
-        await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog) and lab.shown(app, f"Will use lease {lease}"))
+        await lab.settle(
+            pilot, lambda: isinstance(app.screen, LaunchDialog) and lab.shown(app, f"Will use lease {lease}")
+        )
         await fill_all(pilot, exp, "end.py")
         await pilot.click("#commit")
         await lab.settle(pilot, lambda: state(app) == "done")

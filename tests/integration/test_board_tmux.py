@@ -183,7 +183,7 @@ def test_reserving_with_keys_is_a_claim_on_the_node_and_releasing_ends_it(screen
     screen.keys("Down", "Space", "Space")
     screen.shows("2 selected")
     screen.keys("r")
-    screen.shows("Reserves gpu02:0,1")
+    screen.shows("Will reserve gpu02 GPUs 0,1")
     screen.keys("Enter")
     lease = screen.shows("Reserved: ").partition("Reserved: ")[2].split()[0]
     claims = sorted(gpu02.path("/var/tmp").glob(f"gpuboard.*.{lease}"))

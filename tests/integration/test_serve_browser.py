@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -47,7 +49,7 @@ def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
         until(lambda: "claims contradict each other" not in browser.text(), "the help is closed")
 
         browser.keys("r")
-        browser.wait_text(f"Reserves {host}:0")
+        browser.wait_text(f"Will reserve {host} GPU 0")
         browser.keys("Enter")
         browser.wait_text("Reserved: ", "1 reserved")
         (lease,) = here.json("leases", "--json")["leases"]
@@ -98,6 +100,76 @@ def test_a_page_without_messages_reports_it_and_turns_grey(here: Here, browser: 
     finally:
         serving.process.send_signal(signal.SIGCONT)
         serving.stop()
+
+
+def test_a_page_whose_server_is_gone_finds_it_again(here: Here, browser: Browser) -> None:
+    file = here.folder / "token"
+    serving = Serving(here, "--port", "0", "--token-file", str(file))
+    port = serving.host.rpartition(":")[2]
+    try:
+        browser.open(f"{serving.base}/?token={file.read_text().strip()}")
+        browser.wait_text("free of 2")
+        for number in (signal.SIGTERM, signal.SIGKILL):  # in order, and without a word
+            serving.stop(number)
+            until(lambda: is_gone(browser), "the page shows it")
+            assert "The server does not respond." in shown(browser)
+            assert re.search(r"What you see is from \d\d:\d\d:\d\d, \d+ s ago", shown(browser))
+            assert not browser.evaluate("document.body.classList.contains('-ended')")
+            before = pages(browser)
+            until(lambda: browser.evaluate("attempts") >= 3, "it has looked twice")
+            assert pages(browser) - before <= browser.evaluate("attempts")
+            assert browser.evaluate("attempts = 9, wait(), (next - Date.now()) / 1000 > 25")  # less often each time
+            browser.evaluate("next = 0, 0")
+            serving = Serving(here, "--port", port, "--token-file", str(file))
+            browser.evaluate("next = 0, 0")
+            until(lambda: browser.evaluate("document.body?.className ?? ''") == "-loaded -first-byte", "it is back")
+            browser.wait_text("free of 2")
+            assert browser.evaluate("sessionStorage.getItem('attempts')") is None
+        serving.stop(signal.SIGKILL)
+        until(lambda: is_gone(browser), "the page shows it")
+        file.unlink()
+        serving = Serving(here, "--port", port, "--token-file", str(file))
+        until(lambda: "another token: open the URL" in shown(browser), "the page explains why it does not open")
+        browser.evaluate("document.getElementById('now').click()")
+        assert is_gone(browser)
+    finally:
+        serving.stop()
+
+
+def is_gone(browser: Browser) -> bool:
+    return bool(browser.evaluate("document.body?.classList.contains('-gone')"))
+
+
+def shown(browser: Browser) -> str:
+    return str(browser.evaluate("document.getElementById('gone').innerText"))
+
+
+def pages(browser: Browser) -> int:
+    """Return how often the page itself was asked for."""
+    return sum(url.endswith("/") and url.startswith("http") for url in browser.requests())
+
+
+def test_a_page_fills_the_window_of_a_large_screen(here: Here, browser: Browser) -> None:
+    serving = Serving(here, "--port", "0")
+    try:
+        for size in ((1920, 1080), (2560, 1393), (1000, 611)):
+            browser.resize(*size)
+            if size[0] == 1920:
+                browser.open(serving.url)
+            browser.wait_text("free of 2")
+            until(partial(covers, browser, *size), "the terminal fills the page")
+            scrolled = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+            assert browser.evaluate(scrolled) == [*size]  # nothing to scroll
+    finally:
+        serving.stop()
+
+
+def covers(browser: Browser, width: int, height: int) -> bool:
+    """Return whether less than a cell is left at the right and at the bottom."""
+    box = "(r => [r.width, r.height])(document.querySelector('.xterm-screen').getBoundingClientRect())"
+    cell = "[window.held.terminal.cols, window.held.terminal.rows]"
+    (wide, high), (columns, rows) = browser.evaluate(box), browser.evaluate(cell)
+    return bool(0 <= width - wide < wide / columns and 0 <= height - high < high / rows)
 
 
 def test_another_page_cannot_reach_the_board_through_the_browser(here: Here, browser: Browser) -> None:

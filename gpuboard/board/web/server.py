@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
+from aiohttp import WSCloseCode, web
 
 from gpuboard.board.web import page as webpage
 from gpuboard.board.web.auth import COOKIE, RequestGuard
@@ -49,6 +49,7 @@ class Server:
         self._assets = _assets()
         self._boards: set[WebBoard] = set()
         self._last = 0
+        self._stopping = False
 
     async def serve(self, listener: socket.socket) -> int:
         """Serve on ``listener`` until SIGINT, SIGTERM or SIGHUP arrives; return which, with every board ended."""
@@ -78,6 +79,7 @@ class Server:
         try:
             return await stopped
         finally:
+            self._stopping = True
             accepting.cancel()
             await asyncio.gather(*(board.stop() for board in self._boards))
             await runner.cleanup()
@@ -171,7 +173,7 @@ class Server:
             errors = "".join(f"\n    {line}" for line in board.errors)
             self._log.line(f"{name} closed after {time.monotonic() - began:.0f} s; open: {len(self._boards)}{errors}")
             with contextlib.suppress(ConnectionError):
-                await websocket.close()
+                await websocket.close(code=WSCloseCode.GOING_AWAY if self._stopping else webpage.ENDED)
         return websocket
 
 
