@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
+from textual.color import Color
 
+from gpuboard.board.theme import themes
 from tests.integration import chromium
 from tests.integration.chromium import Browser
 from tests.integration.here import Here, here
@@ -149,7 +151,10 @@ def pages(browser: Browser) -> int:
     return sum(url.endswith("/") and url.startswith("http") for url in browser.requests())
 
 
-def test_a_page_fills_the_window_of_a_large_screen(here: Here, browser: Browser) -> None:
+def test_a_page_fills_the_window_of_a_large_screen_in_the_theme_s_colour(here: Here, browser: Browser) -> None:
+    config = here.folder / ".config" / "gpuboard" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('theme = "light"\n')
     serving = Serving(here, "--port", "0")
     try:
         for size in ((1920, 1080), (2560, 1393), (1000, 611)):
@@ -160,6 +165,14 @@ def test_a_page_fills_the_window_of_a_large_screen(here: Here, browser: Browser)
             until(partial(covers, browser, *size), "the terminal fills the page")
             scrolled = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
             assert browser.evaluate(scrolled) == [*size]  # nothing to scroll
+        box = browser.evaluate(
+            "(r => [r.width, r.height])(document.querySelector('.xterm-viewport').getBoundingClientRect())"
+        )
+        assert box == [*size]  # also beside the cells the page has the theme's background
+        light = themes.load_all(here.env)[0]["light"].textual.background
+        colour = browser.evaluate("getComputedStyle(document.querySelector('.xterm-viewport')).backgroundColor")
+        assert light is not None
+        assert Color.parse(colour) == Color.parse(light)
     finally:
         serving.stop()
 

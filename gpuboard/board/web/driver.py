@@ -17,6 +17,7 @@ from textual import messages
 from textual.app import App
 from textual.driver import Driver
 from textual.drivers.web_driver import WebDriver
+from textual.theme import Theme
 
 from gpuboard.board.terminal.textual_compat import app_of
 
@@ -32,6 +33,17 @@ class BrowserDriver(WebDriver):
     ) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
         super().__init__(app, debug=debug, mouse=mouse, size=size)
+
+    def start_application_mode(self) -> None:
+        """Start, with the page in the background colour of the theme: cells do not cover its last pixels."""
+        super().start_application_mode()
+        app = app_of(self)
+        self._paint(app.current_theme)
+        app.theme_changed_signal.subscribe(app, self._paint)
+
+    def _paint(self, theme: Theme) -> None:
+        colour = theme.background or ""
+        self.write(f"\x1b]11;{colour}\x1b\\" if colour.startswith("#") else "\x1b]111\x1b\\")
 
     def run_input_thread(self) -> None:
         """Read input until end of file: then the server has ended, perhaps before PDEATHSIG was set."""

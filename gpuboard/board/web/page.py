@@ -28,6 +28,7 @@ html, body { margin: 0; height: 100%; background: #0c181f; overflow: hidden }
 body, button { font: 16px "Roboto Mono", monospace; color: #e8eef2 }
 #terminal { position: absolute; inset: 0 }
 #terminal .xterm { height: 100% }
+#terminal .xterm-viewport { overflow: hidden; scrollbar-width: none }
 #opening { position: absolute; inset: 0; display: grid; place-items: center; z-index: 2; background: #0c181f }
 #gone { position: absolute; inset: 0; display: none; place-items: center; z-index: 4; background: #0c181fb0 }
 #gone div { max-width: 640px; margin: 16px; padding: 24px 32px; line-height: 1.6; background: #12232d;
