@@ -15,7 +15,7 @@ import msgspec
 
 from gpuboard.board.scene import Place, Scene
 from gpuboard.model.gpu import GpuState
-from gpuboard.model.snapshot import GpuView, NodeView, Tally, tally
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, Tally, tally
 
 VIEWS = ("picture", "table")
 GROUPS = ("none", "node", "model", "user", "state")
@@ -206,8 +206,32 @@ def _rows(scene: Scene, matches: Matches | None) -> list[Row]:
             place = places[gpu.uuid]
             # `is`: a UUID on two nodes (one machine with two names) is one row
             if place.gpu is gpu and (matches is None or matches(node, gpu, scene)):
-                found.append(place)
+                hidden = frozenset() if matches is None else _hidden(place, scene, matches)
+                found.append(Place(node, gpu, hidden) if hidden else place)
     return found
+
+
+def _hidden(place: Place, scene: Scene, matches: Matches) -> frozenset[str]:
+    """Return the MIG devices that do not match by themselves, unless none does."""
+    devices = {device.uuid: _as_gpu(place.gpu, device) for device in place.gpu.mig}
+    hidden = frozenset(uuid for uuid, device in devices.items() if not matches(place.node, device, scene))
+    return hidden if len(hidden) < len(devices) else frozenset()
+
+
+def _as_gpu(gpu: GpuView, device: MigView) -> GpuView:
+    return msgspec.structs.replace(
+        gpu,
+        uuid=device.uuid,
+        name=f"{gpu.name} {device.profile}",
+        state=device.state,
+        reason=device.reason,
+        memory_used=device.memory_used,
+        memory_total=device.memory_total,
+        leases=device.leases,
+        jobs=device.jobs,
+        processes=[],  # of which device they are is not known
+        mig=[],
+    )
 
 
 def _sorted(rows: list[Row], view: ViewState, scene: Scene) -> list[Row]:

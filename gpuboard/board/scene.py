@@ -17,6 +17,7 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 
     node: NodeView
     gpu: GpuView
+    hidden: frozenset[str] = frozenset()  # UUIDs of MIG devices that a filter leaves out
 
 
 class Scene:

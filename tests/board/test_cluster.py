@@ -405,7 +405,7 @@ async def test_the_view_is_kept_between_starts(tmp_path: Path) -> None:
         assert shown.view == ViewState(view="table", sort="model", reverse=True, group="node", filter="state:free")
         assert shown.field.display
         assert status(app).startswith("6 GPUs match  by model ▼  grouped by node")
-        assert len(lines(shown.grid)) == 4 + 6 + 2  # headings, GPUs, and the devices of the one in MIG mode
+        assert len(lines(shown.grid)) == 4 + 6 + 1  # headings, GPUs, and the free device of the one in MIG mode
 
 
 async def test_banners_and_simulation_are_shown(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,9 +23,11 @@ from gpuboard.board.arrange import (
 )
 from gpuboard.board.filter.query import parse
 from gpuboard.board.scene import Scene
+from gpuboard.board.text.gpu_row import Device, with_devices
 from gpuboard.board.text.picture import group_words
 from gpuboard.board.widgets.header import sums
 from gpuboard.cli.see import status
+from gpuboard.model.lease import LeaseGpu
 from gpuboard.model.snapshot import ProcessView, Tally
 from gpuboard.model.state import STATES
 from tests.board.made import GIB, busy, gpu, lease, mig, node, scene, unread
@@ -164,3 +167,22 @@ def test_any_names_have_an_order(one: str, other: str) -> None:
 def test_numbers_count() -> None:
     names = ["gpu10", "GPU2", "gpu02", "gpu1a", "gpu", "gpu1"]
     assert sorted(names, key=natural) == ["gpu", "gpu1", "gpu1a", "GPU2", "gpu02", "gpu10"]
+
+
+def test_a_filter_leaves_out_the_mig_devices_that_do_not_match() -> None:
+    split = mig("gpu01", 0, "free", "busy", "reserved")
+    shown = scene(
+        node("gpu01", [split, gpu("gpu01", 1)]),
+        leases=[msgspec.structs.replace(lease("k3f9", "erin", []), gpus=[LeaseGpu("gpu01", 0, "MIG-gpu01-0-2")])],
+    )
+
+    def devices(text: str) -> list[str]:
+        rows = with_devices(arrange(shown, ViewState(), parse(text).matches))
+        return [row.mig.state for row in rows if isinstance(row, Device)]
+
+    assert devices("state:free") == ["free"]
+    assert devices("state:busy,reserved") == ["busy", "reserved"]
+    assert devices("user:erin") == ["reserved"]
+    assert devices("model:3g") == ["free", "busy", "reserved"]
+    assert devices("state:mig") == ["free", "busy", "reserved"]  # the GPU itself
+    assert devices("gpu:1") == []

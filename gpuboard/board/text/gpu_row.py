@@ -27,14 +27,14 @@ Shown = Row | Device
 
 
 def with_devices(items: Sequence[Row]) -> Sequence[Shown]:
-    """Return the rows with those of MIG devices below their GPUs."""
+    """Return the rows with those of MIG devices below their GPUs, without those that a filter leaves out."""
     if not any(isinstance(item, Place) and item.gpu.mig for item in items):
         return items
     found: list[Shown] = []
     for item in items:
         found.append(item)
         if isinstance(item, Place):
-            found += (Device(item, device) for device in item.gpu.mig)
+            found += (Device(item, device) for device in item.gpu.mig if device.uuid not in item.hidden)
     return found
 
 
