@@ -155,11 +155,8 @@ class FilteredScreen(BoardScreen):
         return not (action == "filter" and typing) and super().check_action(action, parameters)
 
     @on(FilterInput.Left)
-    def _to_the_rows(self) -> None:
-        self.set_focus(self.rows_widget)
-
     @on(Input.Submitted, "#filter")
-    def _submitted(self) -> None:
+    def _to_the_rows(self) -> None:
         """Return to the rows; close an empty filter."""
         if self.field.input.value.strip():
             self.set_focus(self.rows_widget)

@@ -26,8 +26,8 @@ class FilterInput(Input):
     """The line of text. Its suggestion is drawn dim behind the cursor; tab or right takes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("tab", "take", "Complete", id="filter.complete", show=False),
-        Binding("down", "rows", "To the rows", id="filter.rows", show=False),
+        Binding("tab", "take", "Complete", id="filter.complete"),
+        Binding("down", "rows", "To the rows", id="filter.rows"),
     ]
 
     class Left(Message):
