@@ -99,6 +99,8 @@ def test_a_page_without_messages_reports_it_and_turns_grey(here: Here, browser: 
         serving.process.send_signal(signal.SIGCONT)
         until(lambda: not browser.evaluate("document.body.classList.contains('-stale')"), "it continues")
         assert browser.evaluate("getComputedStyle(document.getElementById('terminal')).opacity") == "1"
+        resumed = "ticked = last = Date.now() - 60000, tick(), document.body.className"  # as after a laptop's sleep
+        assert browser.evaluate(resumed) == "-loaded -first-byte"
     finally:
         serving.process.send_signal(signal.SIGCONT)
         serving.stop()

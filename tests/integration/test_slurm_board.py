@@ -24,7 +24,7 @@ def test_reserving_and_releasing_through_slurm(slurm: SlurmCluster) -> None:
         pane.states({"gpu01": "FFFFFFFF", "gpu02": "AAAAAAAA", "gpu03": "RRRRRRRR"})  # drawn after the lines above
         pane.shows("bob")  # whose job it is
         pane.keys("r")
-        pane.shows("Slurm chooses the GPUs")
+        pane.shows("Slurm will choose the GPUs")
         pane.keys("BSpace")
         pane.type("3")
         pane.shows("3 GPUs: 1 node")

@@ -20,7 +20,7 @@ from gpuboard.board.dialogs.launch_process import (
     check_files,
     check_variables,
 )
-from gpuboard.board.dialogs.planner import Answer, Planner, refused
+from gpuboard.board.dialogs.planner import Answer, Planner, refused, taken
 from gpuboard.board.scene import Scene
 from gpuboard.model.lease import Lease
 from gpuboard.model.request import Choice, Request
@@ -194,9 +194,7 @@ class LaunchDialog(Dialog[str]):
         look = self.board.look
         if isinstance(answer, Choice):
             why = "" if request.picks else f"; {answer.why}"
-            return Text.assemble(
-                (f"Will reserve {request_form.gpus_words(answer.gpus)}", look.style("good")), (why, look.style("dim"))
-            )
+            return Text.assemble((taken(answer), look.style("good")), (why, look.style("dim")))
         return refused(answer, look)
 
     # Launching

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from gpuboard.board.background import REST, Background
-from gpuboard.board.dialogs.request_form import plain, refusal_words
+from gpuboard.board.dialogs.request_form import gpus_words, plain, refusal_words
 from gpuboard.model.request import Choice, Refusal, Request
 
 if TYPE_CHECKING:
@@ -44,6 +44,12 @@ class Planner:
         """Ask again because the cluster has changed, unless an answer is on its way or was given just now."""
         if self._background.rested:
             self.look(request)
+
+
+def taken(answer: Choice) -> str:
+    """Return which GPUs the request would get, in words."""
+    words = gpus_words(answer.gpus)
+    return f"Will reserve {words}" if words else "Slurm will choose the GPUs"
 
 
 def refused(answer: Refusal | str, look: Look) -> Text:

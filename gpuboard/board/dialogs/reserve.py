@@ -12,7 +12,7 @@ from textual.app import ComposeResult
 
 from gpuboard.board.dialogs import request_form
 from gpuboard.board.dialogs.base import Dialog, Field, duration, number, size
-from gpuboard.board.dialogs.planner import Answer, Planner, refused
+from gpuboard.board.dialogs.planner import Answer, Planner, refused, taken
 from gpuboard.board.operations import Attempt
 from gpuboard.board.scene import Scene
 from gpuboard.errors import GpuboardError, Refused
@@ -97,9 +97,7 @@ class ReserveDialog(Dialog[Allocation]):
     def _words(self, answer: Answer) -> Text:
         look = self.board.look
         if isinstance(answer, Choice):
-            words = request_form.gpus_words(answer.gpus)
-            takes = f"Will reserve {words}" if words else "Slurm will choose the GPUs"
-            found = Text.assemble((takes, look.style("good")), "\n")
+            found = Text.assemble((taken(answer), look.style("good")), "\n")
             return found.append(answer.why, look.style("dim"))
         return refused(answer, look)
 

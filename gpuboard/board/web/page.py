@@ -93,11 +93,14 @@ async function look() {
   looking = false;
   wait();
 }
+let ticked = Date.now();
 function tick() {
   const age_s = Math.round((Date.now() - last) / 1000);
-  document.body.classList.toggle("-stale", age_s >= 8 && !has("-ended") && !has("-gone"));
+  const suspended = Date.now() - ticked > 5000;  // the tab or its machine: waiting messages are read before the next tick
+  ticked = Date.now();
+  document.body.classList.toggle("-stale", age_s >= 8 && !suspended && !has("-ended") && !has("-gone"));
   put("age", age_s);
-  if (age_s >= LOST_S && has("-first-byte")) lose();
+  if (age_s >= LOST_S && !suspended && !has("-ended") && has("-first-byte")) lose();
   if (!has("-gone")) return;
   put("for", age_s < 120 ? `${age_s} s` : `${Math.round(age_s / 60)} min`);
   put("trouble", trouble);
