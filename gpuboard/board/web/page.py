@@ -96,7 +96,7 @@ async function look() {
 let ticked = Date.now();
 function tick() {
   const age_s = Math.round((Date.now() - last) / 1000);
-  const suspended = Date.now() - ticked > 5000;  // the tab or its machine: waiting messages are read before the next tick
+  const suspended = Date.now() - ticked > 5000;  // messages that wait are read before the next tick
   ticked = Date.now();
   document.body.classList.toggle("-stale", age_s >= 8 && !suspended && !has("-ended") && !has("-gone"));
   put("age", age_s);
