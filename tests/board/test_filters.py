@@ -149,8 +149,8 @@ async def test_a_filter_is_saved_chosen_and_deleted_by_keys_and_by_the_mouse(
             await pilot.press("enter")
             assert isinstance(app.screen, SaveFilter)  # a name is needed
             await pilot.press(*name, "enter")
-            await settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
-        await pilot.press("escape", "F")
+            await settle(pilot, lambda: isinstance(app.screen, ClusterScreen) and app.screen.rows_widget.has_focus)
+        await pilot.press("F")
         await settle(pilot, lambda: isinstance(app.screen, SavedFilters) and "user:alice" in screen(app))
         await pilot.press("enter")
         await settle(pilot, lambda: isinstance(app.screen, ClusterScreen) and text(app) == "user:alice")

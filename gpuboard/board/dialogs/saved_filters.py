@@ -49,7 +49,13 @@ def open_save(screen: FilteredScreen) -> None:
     if not text or screen.field.wrong:
         board.notify("no valid filter to save; / filters", markup=False)
         return
-    board.push_screen(SaveFilter(screen.FILTERED, text, {one.name: one.text for one in saved(board, screen.FILTERED)}))
+
+    def done(name: str | None) -> None:
+        if name is not None:
+            screen.set_focus(screen.rows_widget)
+
+    known = {one.name: one.text for one in saved(board, screen.FILTERED)}
+    board.push_screen(SaveFilter(screen.FILTERED, text, known), done)
 
 
 class SavedFilters(Choose):
