@@ -184,7 +184,7 @@ async def test_a_large_node_takes_several_rows_of_wide_cells(tmp_path: Path) -> 
         assert visited == [f"GPU-gpu{place}" for place in ("1-1", "1-9", "1-10", "2-0", "1-10", "1-2")]
         await pilot.press("slash", *"state:busy", "enter")
         assert [shown.cursor_uuid, shown.grid.index_of("node:gpu1+8")] == ["GPU-gpu1-3", 1]
-        await pilot.press("slash", *" mem>90", "enter")
+        await pilot.press("slash", *" mem>90G", "enter")
         assert lines(shown.grid)[0].strip() == "No GPU matches the filter."
 
 

@@ -66,7 +66,7 @@ async def test_help_scrolls_by_keys_and_wheel_and_uses_the_width(tmp_path: Path)
         await pilot.resize_terminal(200, 60)
         await pilot.press("home")
         # titles side by side
-        await settle(pilot, lambda: any(re.fullmatch(r" Cluster +\S+ +\S+", line) for line in screen(app).splitlines()))
+        await settle(pilot, lambda: any(re.match(r" Cluster {9,}\S", line) for line in screen(app).splitlines()))
         await pilot.press("q")
         await settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
         assert app.is_running
