@@ -46,7 +46,7 @@ def run(channel: protocol.AgentChannel, config: "Dict[str, Any]") -> None:
 
 class _Node:
     def __init__(self, channel: protocol.AgentChannel, config: "Dict[str, Any]", probe: "Any", first: int) -> None:
-        from gpuboard.agent import proc  # late: the NVML process is running meanwhile
+        from gpuboard.agent import proc, traffic  # late: the NVML process is running meanwhile
         from gpuboard.agent.claims import store as claims
 
         self.channel = channel
@@ -66,6 +66,7 @@ class _Node:
         self.procfs = proc
         self.processes = proc.Processes()
         self.host = probe.host if simulated else proc.Host()
+        self.traffic = None if simulated else traffic.Traffic()
         self.seq = 0
         self.sent_version = 0
         self.sent_done = 0  # the pass whose values were sent last
@@ -239,6 +240,8 @@ class _Node:
             "claims_error": claims_error,
         }
         message.update(host)
+        if self.traffic is not None:
+            message.update(self.traffic.reading())
         self.channel.send(message)
 
     def _source(self) -> str:

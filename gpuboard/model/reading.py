@@ -76,6 +76,8 @@ class Reading(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reading
     memory_used: Count | None = None
     memory_total: Count | None = None
     load1: Number | None = None
+    net_received: Number | None = None  # bytes per second, of the physical interfaces, without RDMA
+    net_sent: Number | None = None
 
 
 def shared(new: Reading, old: Reading | None) -> tuple[Reading, bool]:

@@ -123,6 +123,8 @@ class NodeView(msgspec.Struct, frozen=True, gc=False):
     addresses: list[str] = []
     claims_error: str | None = None  # why reservations cannot be held here
     load1: float | None = None
+    net_received: float | None = None  # bytes per second, of its physical interfaces, without RDMA
+    net_sent: float | None = None
     connected: bool = False  # whether its agent is connected; if not, ``error`` has the reason
     scheduler_reason: str | None = None  # why it is drained or down, set by whom and when
     scheduler_reservation: str | None = None

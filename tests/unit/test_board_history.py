@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.history import DAY, FIVE_MINUTES, HOUR, SPAN_S, Cluster, History, Samples
+from gpuboard.board.history import DAY, FIVE_MINUTES, HOUR, SPAN_S, Cluster, History, HostSamples, Samples
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 from tests.board.made import GIB, crowd, gpu, mig, node
 
@@ -141,6 +141,21 @@ def test_the_cluster_has_the_mean_of_the_read_gpus_and_those_that_are_free() -> 
     assert history.cluster(HOUR) == history.cluster(DAY) == both._replace(times=(0.0,))
     history.add(shot(node("n", [one(state="unknown")], state="unreachable")), 31.0)
     assert history.cluster(HOUR) == Cluster((0.0, 30.0), (130 / 3, None), (2.5, None), (4, 0))
+
+
+def test_a_node_has_samples_of_its_own() -> None:
+    history = History()
+    host = {"cpu_percent": 40.0, "memory_used": 256 * GIB, "memory_total": 512 * GIB, "load1": 16.0}
+    for second in range(60):
+        traffic = {"net_received": 4e8 * (second % 2), "net_sent": 4e8 * (second % 2)}
+        history.add(shot(node("n", [one(utilization=90)], **host, **traffic)), 30.0 + second)
+    history.add(shot(node("n", [one()], state="stale", **host)), 90.0)
+    assert history.host("n", HOUR) == HostSamples(
+        (30.0, 60.0, 90.0), (40, 40, None), (0.5, 0.5, None), (16, 16, None), (3.92e8, 3.92e8, None), (40, 40, None)
+    )
+    assert history.host("n").network[:2] == (0, 8e8)
+    assert history.host("m") == HostSamples()
+    assert history.cluster(HOUR).utilization == (90, 90, None)  # of GPUs alone
 
 
 def test_a_clock_that_is_set_back_drops_what_is_later_than_now() -> None:

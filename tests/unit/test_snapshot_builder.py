@@ -158,6 +158,7 @@ class History:
         claims = [replace(claim, remaining_s=3700.0 - self.view.now, age_s=age) for claim in self.claims]
         seq = old.seq + 1 if old else 1
         reading = Reading(seq=seq, at=100.0 + seq, interval_s=1.0, gpus=gpus, claims=claims, load1=seq / 7)
+        reading = replace(reading, net_received=seq * 1e6, net_sent=seq / 3)
         # As it comes: decoded, nothing in it shared with the one before.
         decoded = msgspec.json.decode(msgspec.json.encode(reading), type=Reading)
         new, steady = shared(decoded, old)

@@ -256,7 +256,7 @@ class SimulatedHost:
         self._probe = probe
 
     def reading(self) -> "Dict[str, Any]":
-        """Return ``cpu_percent, memory_used, memory_total, load1``."""
+        """Return ``cpu_percent, memory_used, memory_total, load1, net_received, net_sent``."""
         probe = self._probe
         t, _ = probe.clock()
         jobs = sum(len(life.going_on(probe.script, "jobs", gpu, t)) for gpu in probe.gpus())
@@ -267,6 +267,8 @@ class SimulatedHost:
             "memory_used": int(total * (0.06 + 0.5 * jobs / max(1, probe.count) + 0.005 * wave)),
             "memory_total": total,
             "load1": round(max(0.1, 12 * jobs + 3 * wave), 2),
+            "net_received": round(2e8 * jobs * (1 + 0.5 * wave) + 2e4),
+            "net_sent": round(4e7 * jobs * (1 + 0.5 * wave) + 1e4),
         }
 
 

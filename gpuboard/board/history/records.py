@@ -1,12 +1,12 @@
-"""One moment of all GPUs in a few bytes each, and what several moments amount to (pure).
+"""One moment of all GPUs and nodes in a few bytes each, and what several moments amount to (pure).
 
-A record has a plane per quantity: a byte per GPU, by the GPU's column. 0 is unknown, and so is a column that a plane is
-too short for: columns are only added, so that old records stay as they are.
+A record has a plane per quantity: a byte per GPU and one per node, by column. 0 is unknown, and so is a column that a
+plane is too short for: columns are only added, so that old records stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from math import sqrt
 from operator import itemgetter, methodcaller
@@ -18,10 +18,13 @@ UTILIZATION, PEAK, MEMORY, TEMPERATURE, POWER, FREE = range(6)  # the planes
 PLANES = 6
 _DELAY_S = 5.0  # values of a GPU older than this at its node's reading do not count as current
 PARTS = 250  # parts (of memory, of free time) are kept in 250ths
+_LOAD_STEPS = 100  # up to 645
+_NET_STEP = 5e5  # bytes per second; up to 32 GB/s
 _MEANS = {UTILIZATION, POWER, FREE}  # over several records; of the others the peak
+_NODE = "node:"  # before a node's name in the columns
 _WATT_STEPS = 25  # (code - 1)^2 / 25 W: 0 to 2,560 W, within 1.3 % from 250 W
 
-# What the code of each plane means; None: unknown
+# What the code of each plane means for a GPU; None: unknown
 DECODE: tuple[tuple[float | None, ...], ...] = (
     (None, *range(255)),
     (None, *range(255)),
@@ -29,6 +32,13 @@ DECODE: tuple[tuple[float | None, ...], ...] = (
     (None, *range(255)),
     (None, *(round(code * code / _WATT_STEPS) for code in range(255))),
     (None, *(code / PARTS for code in range(255))),
+)
+# The planes of a node: CPU, its peak, memory, load, network (received and sent), nothing
+_DECODE_NODE: tuple[tuple[float | None, ...], ...] = (
+    *DECODE[:TEMPERATURE],
+    (None, *(code * code / _LOAD_STEPS for code in range(255))),
+    (None, *(code * code * _NET_STEP for code in range(255))),
+    DECODE[FREE],
 )
 _SQUARES = (0, *(code * code for code in range(255)))
 
@@ -45,6 +55,17 @@ class Samples(NamedTuple):
     temperature: tuple[float | None, ...] = ()  # °C
     power: tuple[float | None, ...] = ()  # W
     peak: tuple[float | None, ...] = ()  # of utilization, percent
+
+
+class HostSamples(NamedTuple):
+    """A node's samples, oldest first, all of one length; as Samples: CPU and network are means, the rest peaks."""
+
+    times: tuple[float, ...] = ()
+    cpu: tuple[float | None, ...] = ()  # percent
+    memory: tuple[float | None, ...] = ()  # used / total
+    load: tuple[float | None, ...] = ()  # of one minute, tasks
+    network: tuple[float | None, ...] = ()  # received and sent, bytes per second
+    peak: tuple[float | None, ...] = ()  # of the CPU, percent
 
 
 class Record(NamedTuple):
@@ -69,10 +90,21 @@ def is_current(node: NodeView, gpu: GpuView) -> bool:
 def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> Record:
     """Return a record of nodes; adds their GPUs to ``columns``. Readings are untrusted: they are clamped."""
     for node in nodes:
+        columns.setdefault(_NODE + node.name, len(columns))
         for gpu in node.gpus:
             columns.setdefault(gpu.uuid, len(columns))
     utilization, memory, temperature, power, free = (bytearray(len(columns)) for _ in range(5))
     for node in nodes:
+        if node.state == "up":
+            column = columns[_NODE + node.name]
+            if node.cpu_percent is not None:
+                utilization[column] = 1 + round(min(max(node.cpu_percent, 0.0), 100.0))
+            if node.memory_used is not None and node.memory_total:
+                memory[column] = 1 + min(max(node.memory_used * PARTS // node.memory_total, 0), PARTS)
+            if node.load1 is not None:
+                temperature[column] = _root_code(node.load1 * _LOAD_STEPS)
+            if node.net_received is not None and node.net_sent is not None:
+                power[column] = _root_code((node.net_received + node.net_sent) / _NET_STEP)
         for gpu in node.gpus:
             column = columns[gpu.uuid]
             if gpu.mig:
@@ -88,9 +120,30 @@ def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> Rec
             if gpu.temperature is not None:
                 temperature[column] = 1 + min(max(gpu.temperature, 0), 254)
             if gpu.power is not None:
-                power[column] = _watt_code(gpu.power)
+                power[column] = _root_code(gpu.power * _WATT_STEPS)
     shared = bytes(utilization)
     return Record(at, (shared, shared, bytes(memory), bytes(temperature), bytes(power), bytes(free)))
+
+
+def keys(nodes: Iterable[NodeView]) -> set[str]:
+    """Return the columns that nodes and their GPUs have."""
+    return {key for node in nodes for key in (_NODE + node.name, *(gpu.uuid for gpu in node.gpus))}
+
+
+def host_key(name: str) -> str:
+    """Return the column of a node itself."""
+    return _NODE + name
+
+
+def is_host(key: str) -> bool:
+    """Return whether a column is a node's."""
+    return key.startswith(_NODE)
+
+
+def decoded(records: Sequence[Record], plane: int, *, host: bool = False) -> tuple[float | None, ...]:
+    """Return the values of a plane in records of one column, of a GPU or a node."""
+    table = (_DECODE_NODE if host else DECODE)[plane]
+    return tuple(table[record.planes[plane][0]] if record.planes[plane] else None for record in records)
 
 
 def merged(records: Sequence[Record], at: float) -> Record:
@@ -162,5 +215,5 @@ def _merged(planes: Sequence[bytes], plane: int) -> bytes:
     return bytes(total and round(total / count) for total, count in zip(sums, counts, strict=True))
 
 
-def _watt_code(watts: float) -> int:
-    return 1 + min(round(sqrt(min(max(watts, 0.0), 1e4) * _WATT_STEPS)), 254)
+def _root_code(square: float) -> int:
+    return 1 + round(sqrt(min(max(square, 0.0), 254.0**2)))

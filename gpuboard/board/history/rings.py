@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import NamedTuple, TypeVar
 
 from gpuboard.board.history.records import (
-    DECODE,
     FREE,
     MEMORY,
     PARTS,
@@ -20,11 +18,16 @@ from gpuboard.board.history.records import (
     POWER,
     TEMPERATURE,
     UTILIZATION,
+    HostSamples,
     Past,
     Record,
     Samples,
     column,
+    decoded,
+    host_key,
+    is_host,
     join,
+    keys,
     known,
     merged,
     only,
@@ -52,7 +55,7 @@ SPAN_S = FIVE_MINUTES.seconds
 
 _PERIODS_S = ((512, 1.0), (2048, 2.0))  # (GPUs at most, seconds per sample), …
 _PERIOD_S = 5.0  # … and above that
-_SHOWN = (UTILIZATION, MEMORY, TEMPERATURE, POWER, PEAK)  # the fields of Samples
+_SHOWN = (UTILIZATION, MEMORY, TEMPERATURE, POWER, PEAK)  # the fields of Samples and HostSamples
 _SPARE = 64  # GPUs that are gone are kept, up to as many as there are and this number
 
 
@@ -78,7 +81,7 @@ class History:
         self._lock = threading.Lock()
         self._past = Past(((),) * len(SPANS), {})  # replaced as a whole: readers need no lock
         self._totals: dict[int, tuple[Record, _Total]] = {}  # by the id of a record, which is kept with it
-        self._own: frozenset[str] = frozenset()  # GPUs seen here: loaded records may have others
+        self._own: frozenset[str] = frozenset()  # columns seen here: loaded records may have others
         self._loaded: frozenset[str] = frozenset()
         self._due = float("-inf")
 
@@ -112,16 +115,24 @@ class History:
 
     def of(self, uuid: str, span: Span = FIVE_MINUTES) -> Samples:
         """Return the samples of a GPU over ``span``, the unfinished bucket included; empty when there are none."""
+        found = self._of(uuid, span)
+        return Samples(tuple(record.at for record in found), *(decoded(found, plane) for plane in _SHOWN))
+
+    def host(self, name: str, span: Span = FIVE_MINUTES) -> HostSamples:
+        """Return the samples of a node itself, as ``of`` those of a GPU."""
+        found = self._of(host_key(name), span)
+        values = (decoded(found, plane, host=True) for plane in _SHOWN)
+        return HostSamples(tuple(record.at for record in found), *values)
+
+    def _of(self, key: str, span: Span) -> list[Record]:
         records, columns = self._past
-        number = columns.get(uuid)
+        number = columns.get(key)
         if number is None:
-            return Samples()
+            return []
         found = [column(record, number) for record in records[SPANS.index(span)]]
         begin = _newest(records, span)
         newest = _unfinished(records, span, lambda record: column(record, number), lambda parts: merged(parts, begin))
-        found += [newest] if newest is not None else []
-        values = [tuple(map(_decoded, found, repeat(plane))) for plane in _SHOWN]
-        return Samples(tuple(record.at for record in found), *values)
+        return found + ([newest] if newest is not None else [])
 
     def utilization(self, uuid: str, count: int) -> tuple[int | None, ...]:
         """Return the newest ``count`` samples of a GPU's utilization, oldest first; None where there is no sample."""
@@ -156,12 +167,12 @@ class History:
         """Return the samples of all GPUs of this board over ``span``, the unfinished bucket included."""
         records, columns = self._past
         own, totals = self._own, self._totals
-        numbers = [number for uuid, number in columns.items() if uuid in own]
+        numbers = [number for key, number in columns.items() if key in own and not is_host(key)]
 
         def total(record: Record) -> _Total:
             if id(record) not in totals:
-                whole = len(numbers) == len(columns)
-                totals[id(record)] = record, _total(record if whole else select(record, numbers, len(columns)))
+                needed = Record(record.at, (record.planes[UTILIZATION], record.planes[FREE]))
+                totals[id(record)] = record, _total(*select(needed, numbers, len(columns)).planes)
             return totals[id(record)][1]
 
         found = [(record.at, total(record)) for record in records[SPANS.index(span)]]
@@ -183,7 +194,7 @@ class History:
         if now < self._due or not any(node.gpus for node in snapshot.nodes):
             return False
         self._close(now)
-        own = {gpu.uuid for node in snapshot.nodes for gpu in node.gpus}
+        own = keys(snapshot.nodes)
         if len(self._past.columns) > _SPARE + 2 * len(own) + len(self._loaded):
             self._past = only(self._past, own | self._loaded)
         records, columns = self._past.records, dict(self._past.columns)
@@ -251,13 +262,8 @@ def _unfinished(
     return merge(found) if found else None
 
 
-def _decoded(record: Record, plane: int) -> float | None:
-    codes = record.planes[plane]
-    return DECODE[plane][codes[0]] if codes else None
-
-
-def _total(record: Record) -> _Total:
-    used, free = known(record.planes[UTILIZATION]), known(record.planes[FREE])
+def _total(utilization: bytes, freedom: bytes) -> _Total:
+    used, free = known(utilization), known(freedom)
     return _Total(
         sum(used) / len(used) - 1 if used else None,
         round((sum(free) - len(free)) / PARTS, 2) if free else None,

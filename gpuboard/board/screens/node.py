@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -12,10 +12,14 @@ from textual.binding import Binding, BindingType
 
 from gpuboard.board.arrange import natural_nodes, users_of
 from gpuboard.board.gpu_actions import GraphScreen
+from gpuboard.board.history import History, Span
 from gpuboard.board.scene import Scene
+from gpuboard.board.text.detail.graphs import Frame
+from gpuboard.board.text.detail.host import host_graphs, network_words
 from gpuboard.board.text.format import age, percent, short_model
-from gpuboard.board.text.lines import Runs, above, named
+from gpuboard.board.text.lines import NAME, Runs, above, named
 from gpuboard.board.text.plots import bar
+from gpuboard.board.text.plots import history as curve_of
 from gpuboard.board.theme.styles import LETTERS, Glyphs
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
@@ -26,22 +30,30 @@ from gpuboard.model.units import format_size
 _STATE_ROLES = {"up": "good", "stale": "warn", "unreachable": "bad"}
 _BAR = 10
 
-GPU_COLUMNS = (
-    Column("index", "GPU", 3, right=True),
-    Column("state", "State", 11),
-    Column("user", "Who", 10),
-    Column("memory", "Memory", _BAR, drop=2),
-    Column("gib", "GiB", 9, right=True),
-    Column("utilization", "Util", 5, right=True),
-    Column("temperature", "Temp", 5, right=True, drop=3),
-    Column("power", "Power", 6, right=True, drop=4),
-    Column("model", "Model", 14, drop=5),
-    Column("reason", "Why", 14, weight=1, least=14, drop=1),
-)
+_TRACE, _TRACE_FROM = 16, 140  # cells of a GPU's utilization over time, and of a screen that has room for it
+_GRAPH_LINES, _GRAPH_LINES_MOST = 3, 8
+_REST = 17  # lines of the screen besides graphs and GPUs, seldom more
 
 
-def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
-    """Return the lines about a node, its GPUs left out."""
+def gpu_columns(span: Span | None) -> tuple[Column, ...]:
+    """Return the columns of the GPUs, with their utilization over ``span`` if given."""
+    return (
+        Column("index", "GPU", 3, right=True),
+        Column("state", "State", 11),
+        Column("user", "Who", 10),
+        Column("memory", "Memory", _BAR, drop=2),
+        Column("gib", "GiB", 9, right=True),
+        Column("utilization", "Util", 5, right=True),
+        *([Column("trace", span.name, _TRACE)] if span else []),
+        Column("temperature", "Temp", 5, right=True, drop=3),
+        Column("power", "Power", 6, right=True, drop=4),
+        Column("model", "Model", 14, drop=5),
+        Column("reason", "Why", 14, weight=1, least=14, drop=1),
+    )
+
+
+def node_lines(node: NodeView, glyphs: Glyphs, width: int, *, host: bool = True) -> list[Runs]:
+    """Return the lines about a node, its GPUs left out; ``host``: with its load."""
     driver = f"driver {node.driver or '?'}   CUDA {node.cuda or '?'}"
     if node.age_s is not None or node.source != "nvml":  # until the first reading "nvml" is an assumption
         driver += f"   read through {node.source}"
@@ -58,15 +70,23 @@ def node_lines(node: NodeView, glyphs: Glyphs, width: int) -> list[Runs]:
         lines += named("Scheduler", words, "warn" if any(why) else "", width)
     read = "never" if node.age_s is None else f"{age(node.age_s)} ago"
     lines += named("Last reading", read, "" if node.state == "up" else role, width)
-    old = node.state != "up"
-    cpu = None if node.cpu_percent is None else node.cpu_percent / 100
-    lines.append(_host("CPU", cpu, _cpu_words(node), glyphs, old))
-    part = node.memory_used / node.memory_total if node.memory_used is not None and node.memory_total else None
-    words = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
-    lines.append(_host("Memory", part, words, glyphs, old))
+    if host:
+        lines += _host_lines(node, glyphs)
     lines += named("Host name", node.hostname or "?", "" if node.hostname else "unknown", width)
     addresses = ", ".join(node.addresses)
     return lines + named("Addresses", addresses or "?", "" if addresses else "unknown", width)
+
+
+def _host_lines(node: NodeView, glyphs: Glyphs) -> list[Runs]:
+    old = node.state != "up"
+    cpu = None if node.cpu_percent is None else node.cpu_percent / 100
+    lines = [_host("CPU", cpu, _cpu_words(node), glyphs, old)]
+    part = node.memory_used / node.memory_total if node.memory_used is not None and node.memory_total else None
+    words = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
+    lines.append(_host("Memory", part, words, glyphs, old))
+    if node.net_received is not None:
+        lines.append([("Network".ljust(NAME), "dim"), (network_words(node), "dim" if old else "")])
+    return lines
 
 
 def _connection(node: NodeView) -> str:
@@ -88,17 +108,21 @@ def _cpu_words(node: NodeView) -> str:
 
 def _host(name: str, part: float | None, words: str, glyphs: Glyphs, old: bool) -> Runs:
     role = "dim" if old else "unknown" if part is None else ""
-    return [(name.ljust(13), "dim"), (bar(part, 20, glyphs), role), (f"  {words}", role)]
+    return [(name.ljust(NAME), "dim"), (bar(part, 20, glyphs), role), (f"  {words}", role)]
 
 
-def gpu_rows(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> list[Row]:
-    """Return a GPU's row and one for each of its MIG devices; their keys are the UUIDs."""
+def gpu_rows(
+    node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs, trace: Callable[[str], str] | None
+) -> list[Row]:
+    """Return a GPU's row and one for each of its MIG devices; their keys are the UUIDs. ``trace``: UUID → a curve."""
     old = node.state != "up"
-    rows = [Row(gpu.uuid, partial(_gpu_cells, node, gpu, scene, glyphs), dim=old)]
-    return rows + [Row(device.uuid, partial(_mig_cells, device, scene, glyphs), dim=old) for device in gpu.mig]
+    rows = [Row(gpu.uuid, partial(_gpu_cells, node, gpu, scene, glyphs, trace), dim=old)]
+    return rows + [
+        Row(device.uuid, partial(_mig_cells, device, scene, glyphs, trace is not None), dim=old) for device in gpu.mig
+    ]
 
 
-def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
+def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs, traced: bool) -> Sequence[Cell]:
     owners = [lease.owner for lease in scene.leases_on(device.uuid)]
     none = Cell("-", "dim")  # not measured for MIG devices
     return (
@@ -107,6 +131,7 @@ def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
         Cell(", ".join(owners) or "-", "" if owners else "dim"),
         *_memory_cells(device, device.state, glyphs),
         none,
+        *([none] if traced else []),
         none,
         none,
         Cell(device.profile),
@@ -114,7 +139,9 @@ def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
     )
 
 
-def _gpu_cells(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> Sequence[Cell]:
+def _gpu_cells(
+    node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs, trace: Callable[[str], str] | None
+) -> Sequence[Cell]:
     users = users_of(gpu, scene)
     flags = "".join(f"[{flag}] " for flag in shown_flags(gpu))
     return (
@@ -123,11 +150,17 @@ def _gpu_cells(node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs) -> Se
         Cell(", ".join(users) or "-", "" if users else "dim"),
         *_memory_cells(gpu, gpu.state, glyphs),
         Cell(percent(gpu.utilization), "unknown" if gpu.utilization is None else ""),
+        *([Cell(trace(gpu.uuid), gpu.state)] if trace else []),
         _number(gpu.temperature, "°"),
         _number(gpu.power, " W"),
         Cell(short_model(gpu.name)),
         Cell(f"{flags}{gpu.reason}"),
     )
+
+
+def _trace(history: History, span: Span, glyphs: Glyphs, uuid: str) -> str:
+    samples = history.of(uuid, span)
+    return curve_of(samples.times, samples.utilization, _TRACE, 1, glyphs, span_s=span.seconds, high=100.0)[0]
 
 
 def _memory_cells(of: GpuView | MigView, state: str, glyphs: Glyphs) -> tuple[Cell, Cell]:
@@ -151,6 +184,7 @@ class NodeScreen(GraphScreen):
     NOTICE = False
     DEFAULT_CSS = """
     NodeScreen #node { padding: 0 1; margin-bottom: 1; max-height: 60%; }
+    NodeScreen #host { padding: 0 1; margin-bottom: 1; }
     NodeScreen #gpus { padding: 0 1; min-height: 4; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -166,7 +200,8 @@ class NodeScreen(GraphScreen):
     def compose(self) -> ComposeResult:
         """The node, its GPUs, the keys."""
         yield Pane(id="node")
-        yield Grid(GPU_COLUMNS, id="gpus")
+        yield Pane(id="host")
+        yield Grid(gpu_columns(None), id="gpus")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -178,7 +213,16 @@ class NodeScreen(GraphScreen):
         if node is None:
             return
         glyphs = self.board.look.glyphs
-        self.query_one("#node", Pane).show(lambda width: [*above(scene, width), *node_lines(node, glyphs, width)])
+        history, span = self.board.core.history, self.span
+        height = min(_GRAPH_LINES_MOST, (self.size.height - _REST - len(node.gpus)) // 2)
+        host = self.query_one("#host", Pane)
+        host.display = height >= _GRAPH_LINES and node.age_s is not None
+        self.query_one("#node", Pane).show(
+            lambda width: [*above(scene, width), *node_lines(node, glyphs, width, host=not host.display)]
+        )
+        if host.display:
+            samples = history.host(node.name, span)
+            host.show(lambda width: host_graphs(node, samples, Frame(width, height, glyphs, node.state != "up", span)))
         grid = self.query_one("#gpus", Grid)
         empty = "no GPU"
         if node.age_s is None:
@@ -186,7 +230,10 @@ class NodeScreen(GraphScreen):
         if grid.empty != empty:
             grid.empty = empty
             grid.redraw()
-        grid.set_rows([row for gpu in node.gpus for row in gpu_rows(node, gpu, scene, glyphs)])
+        wide = self.size.width >= _TRACE_FROM
+        grid.set_columns(gpu_columns(span if wide else None))
+        trace = partial(_trace, history, span, glyphs) if wide else None
+        grid.set_rows([row for gpu in node.gpus for row in gpu_rows(node, gpu, scene, glyphs, trace)])
 
     @on(Grid.Chosen, "#gpus")
     def open_gpu(self, event: Grid.Chosen) -> None:

@@ -158,6 +158,8 @@ class SnapshotBuilder:
                 memory_used=reading.memory_used,
                 memory_total=reading.memory_total,
                 load1=reading.load1,
+                net_received=reading.net_received,
+                net_sent=reading.net_sent,
                 gpus=gpus,
             )
         memo.facts, memo.stable = facts, stable
@@ -231,7 +233,17 @@ def _same_frame(last: NodeFacts, facts: NodeFacts) -> bool:
 
 def _without_numbers(reading: Reading) -> Reading:
     return replace(
-        reading, seq=0, at=0.0, gpus=[], claims=[], cpu_percent=None, memory_used=None, memory_total=None, load1=None
+        reading,
+        seq=0,
+        at=0.0,
+        gpus=[],
+        claims=[],
+        cpu_percent=None,
+        memory_used=None,
+        memory_total=None,
+        load1=None,
+        net_received=None,
+        net_sent=None,
     )
 
 

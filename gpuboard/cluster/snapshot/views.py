@@ -201,6 +201,8 @@ def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
         addresses=[clean(address, 64) for address in hello.addresses] if hello else [],
         claims_error=_short(reading.claims_error, 512) if reading else None,
         load1=reading.load1 if reading else None,
+        net_received=reading.net_received if reading else None,
+        net_sent=reading.net_sent if reading else None,
         connected=hello is not None and facts.error is None,
         connecting=state == "unreachable" and _is_awaited(facts),
     )

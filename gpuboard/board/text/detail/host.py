@@ -1,0 +1,76 @@
+"""A node itself as graphs: CPU, memory, load and network (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gpuboard.board.history import HostSamples
+from gpuboard.board.text.detail.graphs import Frame, Graph, graphs
+from gpuboard.board.text.lines import Runs
+from gpuboard.model.snapshot import NodeView
+from gpuboard.model.units import format_size
+
+_MEMORY_WARN = 0.95  # part in use from which processes are about to be killed
+_SCALES = tuple(step * 10**power for power in range(9) for step in (1, 2, 5))
+
+
+def host_graphs(node: NodeView, samples: HostSamples, frame: Frame) -> list[Runs]:
+    """Return the readings of a node with their graphs; those that it does not report are named in one line."""
+    total_gib = (node.memory_total or 0) / 2**30
+    memory = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
+    network = [None if value is None else value / 1e6 for value in samples.network]
+    shown = {
+        "CPU": (node.cpu_percent, _cpu(node), samples.cpu, 100.0),
+        "Memory": (
+            node.memory_used,
+            memory,
+            [None if part is None else part * total_gib for part in samples.memory],
+            total_gib or 1.0,
+        ),
+        "Load": (node.load1, f"{node.load1 or 0:.2f}", samples.load, _scale(samples.load)),
+        "Network": (node.net_received, network_words(node), network, _scale(network)),
+    }
+    found, missing = [], []
+    for name, (now, words, values, high) in shown.items():
+        if now is None and not any(value is not None for value in values):
+            missing.append(name)
+            continue
+        graph = Graph(name, "?" if now is None else words, samples.times, values, high)
+        if name == "CPU":
+            graph = graph._replace(peaks=samples.peak)
+        elif name == "Memory":
+            graph = graph._replace(warn=_MEMORY_WARN * high)
+        elif name == "Load":
+            graph = graph._replace(words="{:.1f}".format)
+        else:
+            graph = graph._replace(words=lambda value: rate(value * 1e6))
+        found.append(graph)
+    lines = graphs(found, frame) if found else []
+    return lines + ([[(f"Not reported: {', '.join(missing)}", "dim")]] if missing and node.state == "up" else [])
+
+
+def network_words(node: NodeView) -> str:
+    """Return what a node receives and sends."""
+    received, sent = rate(node.net_received), rate(node.net_sent)
+    number, _, unit = received.partition(" ")
+    return f"in {number if sent.endswith(unit) else received}, out {sent}"
+
+
+def rate(value: float | None) -> str:
+    """Return bytes per second: ``840 kB/s``, ``1.3 MB/s``, ``12 GB/s``; ``?`` when unknown."""
+    if value is None:
+        return "?"
+    for unit, name in ((1e9, "GB/s"), (1e6, "MB/s")):
+        if value >= unit:
+            return f"{value / unit:.1f} {name}" if value < 10 * unit else f"{value / unit:.0f} {name}"
+    return f"{value / 1e3:.0f} kB/s"
+
+
+def _cpu(node: NodeView) -> str:
+    return f"{node.cpu_percent or 0:.0f} %"
+
+
+def _scale(values: Iterable[float | None]) -> float:
+    """Return a round number that no value exceeds: the scale of a graph seldom changes."""
+    most = max((value for value in values if value is not None), default=0.0)
+    return float(next((scale for scale in _SCALES if scale >= most), most))
