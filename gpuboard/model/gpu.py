@@ -115,6 +115,18 @@ class GpuStatic(msgspec.Struct, frozen=True, gc=False):
     memory_shared: bool = False  # it uses the host's memory, whose size is in memory_total and in its readings
 
 
+class Sensors(msgspec.Struct, frozen=True, gc=False):
+    """Values that decide nothing; None where the driver reports none."""
+
+    performance_state: Count | None = None  # 0: P0, the fastest
+    sm_clock: Count | None = None  # MHz
+    sm_clock_max: Count | None = None
+    memory_clock: Count | None = None
+    fan: Count | None = None  # percent of its highest speed
+    encoder: Count | None = None  # percent of the last sample period in which it ran
+    decoder: Count | None = None
+
+
 class MigReading(msgspec.Struct, frozen=True, gc=False):
     """The reading of a MIG device."""
 
@@ -149,6 +161,7 @@ class GpuReading(msgspec.Struct, frozen=True, gc=False):
     power_limit: Number | None = None  # the enforced limit
     compute_mode: Count | None = None  # 0 default, 1 exclusive thread, 2 prohibited, 3 exclusive process
     processes: list[Process] | None = None  # None: the list could not be read
+    sensors: Sensors | None = None
     throttle: list[str] = []  # "hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal", "sw_power_cap"
     pcie_generation: Count | None = None
     pcie_width: Count | None = None

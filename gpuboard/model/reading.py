@@ -99,6 +99,7 @@ def shared(new: Reading, old: Reading | None) -> tuple[Reading, bool]:
             temperature=gpu.temperature,
             power=gpu.power,
             pcie_generation=gpu.pcie_generation,
+            sensors=gpu.sensors,
         )
         if moved == gpu:
             gpus.append(moved)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from gpuboard.model.gpu import Flag, GpuState, NodeState
+from gpuboard.model.gpu import Flag, GpuState, NodeState, Sensors
 from gpuboard.model.units import format_duration
 
 
@@ -89,6 +89,7 @@ class GpuView(msgspec.Struct, frozen=True, gc=False):
     pci: dict[str, int] = {}
     throttle: list[str] = []
     compute_mode: int | None = None
+    sensors: Sensors | None = None  # clocks, fan, performance state, video engines
     # Health, with its evidence; None: not readable.
     error: str | None = None  # NVML's words for a failure of this GPU
     delay_s: float = 0.0  # how much older these values are than the node's reading (a call hangs)

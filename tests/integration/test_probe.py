@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpuboard.model.gpu import GpuReading, GpuStatic
+from gpuboard.model.gpu import GpuReading, GpuStatic, Sensors
 from gpuboard.model.reading import Reading
 from tests import nvml
 from tests.agent import Agent, still_there
@@ -133,6 +133,9 @@ def test_equals_what_nvidia_ml_py_reads(script: Path, python: str | None) -> Non
         (["hw_thermal", "hw_power_brake", "sw_power_cap"], "none"),
         (["hw_slowdown", "sw_thermal"], "GPU reset"),
     ]
+    assert reading.gpus[0].sensors == Sensors(
+        performance_state=0, sm_clock=345, sm_clock_max=1980, memory_clock=345, encoder=0, decoder=0
+    )
     assert (reading.nvml_error, reading.memory_total is not None) == (None, True)
 
 

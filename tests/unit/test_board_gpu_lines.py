@@ -20,6 +20,7 @@ from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.board.text.detail.graphs import Frame, Graph, graphs
 from gpuboard.board.text.lines import Runs, named, wrapped
 from gpuboard.board.theme.styles import ASCII, UNICODE
+from gpuboard.model.gpu import Sensors
 from gpuboard.model.snapshot import JobView, ProcessView
 from tests.board.made import AT, GIB, awaited, busy, gpu, lease, mig, node, scene, unread
 
@@ -84,6 +85,15 @@ def test_readings_stand_side_by_side_where_there_is_room() -> None:
     assert lines[0] == "Utilization  90 %  mean 50  peak 50   Memory       60 GiB of 80 GiB"
     assert lines[3] == "Power        540 of 700 W  peak 350   Temperature  64 °C          peak 60"
     assert lines[6] == "     5 min ago ──────────────── now        5 min ago ──────────────── now"
+
+
+def test_sensors_that_the_driver_does_not_report_are_named_in_one_line() -> None:
+    one = gpu("n", 0, sensors=Sensors(performance_state=0, sm_clock=1755, sm_clock_max=1980, encoder=0, decoder=12))
+    assert text(gpu_lines.sensor_lines(one, 100)) == [
+        "Sensors      SM clock 1755 of 1980 MHz, performance P0, encoder 0 %, decoder 12 %",
+        "Not reported memory clock, fan",
+    ]
+    assert [line[0][0] for line in gpu_lines.sensor_lines(gpu("n", 0), 100)] == ["Not reported "]
 
 
 def test_memory_shared_with_the_host_is_marked() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, View, inert_static, node_claims
-from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process, Xid
+from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process, Sensors, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static, shared
 from gpuboard.model.snapshot import GpuView, SchedulerView
 from gpuboard.model.state import Job, Ruling, Thresholds
@@ -37,6 +37,7 @@ NUMBERS: dict[str, Any] = {
     "temperature": st.sampled_from([30, 31]),
     "power": st.sampled_from([70.0, 71.5]),
     "pcie_generation": st.sampled_from([1, 5]),
+    "sensors": st.sampled_from([None, Sensors(sm_clock=345), Sensors(sm_clock=1980, fan=30)]),
 }
 EVENTS: dict[str, Any] = {
     "memory_used": st.none(),

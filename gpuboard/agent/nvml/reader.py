@@ -217,7 +217,8 @@ class _Reader:
                 lambda: pynvml.nvmlDeviceGetTemperature(handle, 0),
                 lambda: pynvml.nvmlDeviceGetTemperatureV(handle, 0),
             )
-            _sense(pynvml.nvmlDeviceGetPerformanceState, handle)
+            state = _sense(pynvml.nvmlDeviceGetPerformanceState, handle)
+            values["sensors"] = _sensors(handle, state)
             values["power"] = terms.watts(_ask(pynvml.nvmlDeviceGetPowerUsage, handle))
             values["power_limit"] = terms.watts(_ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))
             reasons = _ask(
@@ -456,6 +457,22 @@ def _recovery(handle: "Any") -> "Optional[str]":
     if values is None or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return None
     return terms.recovery(int(values[0].value.uiVal))
+
+
+def _sensors(handle: "Any", state: "Optional[int]") -> "Dict[str, int]":
+    """Return the Sensors that the driver reports, given the performance state (32: unknown)."""
+    encoder = _ask(pynvml.nvmlDeviceGetEncoderUtilization, handle)
+    decoder = _ask(pynvml.nvmlDeviceGetDecoderUtilization, handle)
+    found = {
+        "performance_state": state if state is not None and state < 32 else None,
+        "sm_clock": _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        "sm_clock_max": _ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        "memory_clock": _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+        "fan": _ask(pynvml.nvmlDeviceGetFanSpeed, handle),
+        "encoder": None if encoder is None else encoder[0],
+        "decoder": None if decoder is None else decoder[0],
+    }
+    return {name: int(value) for name, value in found.items() if value is not None}
 
 
 def _send(fd_out: int, message: "Tuple[Any, ...]") -> None:

@@ -186,6 +186,14 @@ class Simulated:
             "remap_pending": False,
             "remap_failed": False,
             "recovery_action": "none",
+            "sensors": {
+                "performance_state": 0,
+                "sm_clock": int(345 + 16.35 * utilization),
+                "sm_clock_max": 1980,
+                "memory_clock": 2619,
+                "encoder": 0,
+                "decoder": 0,
+            },
             "xids": xids,
         }
         if gpu in self.mig:

@@ -184,7 +184,11 @@ class GpuScreen(GraphScreen):
         samples = self.board.core.history.of(self.uuid, span)
         height = max(_PLOT_LINES, min(_PLOT_LINES_MOST, (self.size.height - _REST) // 2))
         self.query_one("#head", Pane).show(
-            lambda width: [*gpu_lines.head(place, scene, width), gpu_lines.age_line(place.node, place.gpu)]
+            lambda width: [
+                *gpu_lines.head(place, scene, width),
+                gpu_lines.age_line(place.node, place.gpu),
+                *gpu_lines.sensor_lines(values.gpu, width),
+            ]
         )
         self.query_one("#readings", Pane).show(
             lambda width: gpu_lines.readings(values.gpu, samples, Frame(width, height, glyphs, old, span))

@@ -248,7 +248,9 @@ def _without_numbers(reading: Reading) -> Reading:
 
 
 def _gpu_without_numbers(gpu: GpuReading) -> GpuReading:
-    return replace(gpu, memory_used=None, utilization=None, temperature=None, power=None, pcie_generation=None)
+    return replace(
+        gpu, memory_used=None, utilization=None, temperature=None, power=None, pcie_generation=None, sensors=None
+    )
 
 
 def _decides_the_same(gpu: GpuReading, last: _GpuMemo, limits: Thresholds) -> bool:
@@ -293,6 +295,7 @@ def _with_numbers(view: GpuView, gpu: GpuReading, held: list[Claim], at: float) 
         temperature=gpu.temperature,
         power=gpu.power,
         pcie_generation=gpu.pcie_generation,
+        sensors=gpu.sensors,
         processes=processes,
     )
 

@@ -302,6 +302,7 @@ def gpu_view(
         ecc_uncorrected=reading.ecc_uncorrected if reading else None,
         remap_pending=reading.remap_pending if reading else None,
         remap_failed=reading.remap_failed if reading else None,
+        sensors=reading.sensors if reading else None,
         recovery_action=_short(reading.recovery_action) if reading else None,
         xids=_xids(reading.xids, facts) if reading else None,
     )

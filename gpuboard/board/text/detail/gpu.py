@@ -16,6 +16,7 @@ from gpuboard.board.text.format import age, flag_role
 from gpuboard.board.text.gpu_row import RED_HOT
 from gpuboard.board.text.lines import NAME, Runs, named, wrapped
 from gpuboard.board.theme.styles import LETTERS
+from gpuboard.model.gpu import Sensors
 from gpuboard.model.links import SELF
 from gpuboard.model.snapshot import GpuView, NodeView, shown_flags
 from gpuboard.model.units import format_duration, format_size, ranges, seconds_of
@@ -76,6 +77,24 @@ def age_line(node: NodeView, gpu: GpuView) -> Runs:
         ("compute mode ", "dim"),
         (mode, ""),
     ]
+
+
+def sensor_lines(gpu: GpuView, width: int) -> list[Runs]:
+    """Return clocks, performance state, fan and video engines; in one line those that the driver does not report."""
+    read = gpu.sensors or Sensors()
+    clock = f"{read.sm_clock} of {read.sm_clock_max}" if read.sm_clock_max is not None else str(read.sm_clock)
+    values = {
+        "SM clock": None if read.sm_clock is None else f"{clock} MHz",
+        "memory clock": None if read.memory_clock is None else f"{read.memory_clock} MHz",
+        "performance": None if read.performance_state is None else f"P{read.performance_state}",
+        "fan": None if read.fan is None else f"{read.fan} %",
+        "encoder": None if read.encoder is None else f"{read.encoder} %",
+        "decoder": None if read.decoder is None else f"{read.decoder} %",
+    }
+    known = [f"{name} {words}" for name, words in values.items() if words is not None]
+    missing = [name for name, words in values.items() if words is None]
+    lines = named("Sensors", ", ".join(known), "", width) if known else []
+    return lines + (named("Not reported", ", ".join(missing), "dim", width) if missing else [])
 
 
 def readings(gpu: GpuView, samples: Samples, frame: Frame) -> list[Runs]:
