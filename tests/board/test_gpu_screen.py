@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,7 +14,8 @@ import pytest
 from textual.pilot import Pilot
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.history import SPANS
+from gpuboard.board.history import DAY, SPANS, History
+from gpuboard.board.history.recorder import Recorder
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.gpu import GpuPanel, GpuScreen
 from gpuboard.board.screens.node import NodeScreen
@@ -23,7 +25,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.model.snapshot import ProcessView, XidView
 from tests import nvml
-from tests.board.lab import board, claims_folder, make_core, screen, settle
+from tests.board.lab import board, claims_folder, environment, make_core, screen, settle
 from tests.board.made import AT, GIB, busy, gpu, lease, next_scene, node, scene, still
 from tests.nvml import Gpu, library, write_script
 
@@ -90,6 +92,20 @@ async def test_the_span_of_graphs_is_changed_and_kept(tmp_path: Path, size: tupl
         await settle(pilot, lambda: isinstance(app.screen, NodeScreen))
         assert isinstance(app.screen, NodeScreen)
         assert app.screen.span.name == "24 h" == app.preferences.span
+
+
+async def test_the_last_day_is_shown_after_a_restart(tmp_path: Path) -> None:
+    kept, since = History(), time.time() - 7200
+    for second in range(0, 3600, 10):
+        kept.add(lab().snapshot, since + second)
+    Recorder(kept, environment(tmp_path), print).write()
+    async with opened(tmp_path) as (app, pilot):
+        await settle(pilot, lambda: len(app.core.history.of("GPU-gpu1-1", DAY).times) >= 12)
+        await pilot.press("t", "t")
+        await next_scene(app, pilot, lab())
+        await settle(pilot, lambda: "mean 90  peak 90" in screen(app))
+        app.core.history.add(lab().snapshot, time.time())
+        assert len(app.core.history.cluster(DAY).times) >= 13
 
 
 async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:
