@@ -124,7 +124,7 @@ def test_a_graph_has_thresholds_in_its_line_and_no_track_where_there_is_a_gap() 
     ]  # fmt: skip
     old = graphs([shown], Frame(65, 2, ASCII, dim=True, span=HOUR))
     assert {role for line in old for run, role in line if run.strip()} == {"dim"}
-    assert text(old)[1].startswith(" 100|" + "'" * 30 + " " * 15)
+    assert text(old)[1].startswith(" 100|" + "." * 30 + " " * 15)
 
 
 def test_unknown_readings_are_question_marks() -> None:

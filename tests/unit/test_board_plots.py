@@ -40,8 +40,9 @@ def test_a_curve_is_one_thin_line_without_gaps() -> None:
     assert curve([0, None, 100, 100, 0], 1, UNICODE, 0, 100) == ["⡀⠉⡆"]
 
 
-def test_in_ascii_the_area_below_a_curve_is_filled() -> None:
-    assert curve([0, 25, None, 75, 100], 2, ASCII, 0, 100) == ["   .#", ".: ##"]
+def test_in_ascii_a_curve_is_one_thin_line_too() -> None:
+    assert curve([0, 25, None, 75, 100], 2, ASCII, 0, 100) == ["   -'", "_-   "]
+    assert curve([0, 100, 100, 0], 3, ASCII, 0, 100) == [" '' ", " | |", "_  _"]
 
 
 def test_a_plot_has_an_axis_and_the_newest_at_the_right() -> None:
@@ -89,7 +90,7 @@ def test_a_peak_keeps_its_shape_while_it_moves_through_the_plot(glyphs: Glyphs) 
         times = [peak_s + step_s * number for number in range(-20, count)]
         lines = plot(times, [100.0 if time == peak_s else 3.0 for time in times], 65, 2, glyphs, span_s=300, high=100)
         drawn.append([area for _, area in lines])
-    peaks = {"#"} if glyphs.ascii else {"⣷", "⢸", "⡆"}
+    peaks = {"'"} if glyphs.ascii else {"⣷", "⢸", "⡆"}
     assert {mark for top, _ in drawn for mark in top if mark != " "} <= peaks
     ends = [len(top.rstrip()) for top, _ in drawn]
     assert ends == sorted(ends, reverse=True)

@@ -14,7 +14,7 @@ _LABEL = 4  # cells of the numbers beside a plot
 _UNITS = ((60.0, "min", 1), (60.0, "min", 15), (3600.0, "h", 6))  # of time axes: seconds, name, units from mark to mark
 _STEPS = 6  # marks at most
 _STEP_CELLS = 11  # from mark to mark, at least; else there is only the first
-_BLOCKS = " .:#"  # of an area in ASCII, from empty to full
+_STROKES = "_-'"  # of a curve in ASCII, from low to high in a cell
 _BRAILLE = 0x2800  # the pattern without dots; Unicode numbers the dots of the two columns from the top
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _HELD = 2.5  # periods: a value holds until the next sample, at most this long; then a gap begins
@@ -84,10 +84,10 @@ def metered(part: float | None, words: str, cells: int, role: str, glyphs: Glyph
 def curve(values: Values, height: int, glyphs: Glyphs, low: float, high: float) -> list[str]:
     """Return ``height`` lines, from the top, with a curve through ``values``, ``per_cell`` of them in a column.
 
-    In ASCII the area below it is filled. Gaps are blank.
+    Gaps are blank.
     """
     if glyphs.ascii:
-        return _area(values, height, low, high)
+        return _ascii_curve(values, height, low, high)
     top = 4 * height - 1  # rows of dots above the lowest
     levels = [None if value is None else _level(value, low, high, top) for value in values]
     dots = [[0] * -(-len(levels) // 2) for _ in range(height)]
@@ -107,13 +107,20 @@ def per_cell(glyphs: Glyphs) -> int:
     return 1 if glyphs.ascii else 2
 
 
-def _area(values: Values, height: int, low: float, high: float) -> list[str]:
-    steps = len(_BLOCKS) - 1
-    levels = [None if value is None else max(1, _level(value, low, high, height * steps)) for value in values]
-    return [
-        "".join(" " if level is None else _BLOCKS[min(max(level - row * steps, 0), steps)] for level in levels)
-        for row in reversed(range(height))
-    ]
+def _ascii_curve(values: Values, height: int, low: float, high: float) -> list[str]:
+    each = len(_STROKES)
+    levels = [None if value is None else _level(value, low, high, height * each - 1) for value in values]
+    rows = [[" "] * len(levels) for _ in range(height)]
+    before: int | None = None
+    for place, level in enumerate(levels):
+        if level is not None:
+            row, part = divmod(level, each)
+            last = row if before is None else before // each
+            for between in range(min(row, last) + 1, max(row, last)):
+                rows[between][place] = "|"
+            rows[row][place] = _STROKES[part]
+        before = level
+    return ["".join(row) for row in reversed(rows)]
 
 
 def history(

@@ -15,7 +15,7 @@ from gpuboard.board.theme.styles import Glyphs
 
 _TWO_COLUMNS = 72  # least width for two graphs side by side
 _GAP = 3  # cells between them
-_TRACKS = "⠉", "'"  # in Unicode and ASCII
+_TRACKS = "⠉", "."  # in Unicode and ASCII
 
 
 class Frame(NamedTuple):
