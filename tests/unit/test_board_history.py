@@ -143,6 +143,15 @@ def test_the_cluster_has_the_mean_of_the_read_gpus_and_those_that_are_free() -> 
     assert history.cluster(HOUR) == Cluster((0.0, 30.0), (130 / 3, None), (2.5, None), (4, 0))
 
 
+def test_the_last_bucket_of_an_earlier_board_is_kept_for_the_day() -> None:
+    first, later = History(), History()
+    for second in range(0, 400, 10):
+        first.add(shot(node("n", [one(utilization=60)])), float(second))
+    later.load(first.past._replace(records=((), *first.past.records[1:])), 20000.0)  # samples are not on disk
+    assert later.of("GPU-n-0", DAY)[:2] == ((0.0, 300.0), (60, 60))
+    assert later.of("GPU-n-0", HOUR) == Samples()
+
+
 def test_a_node_has_samples_of_its_own() -> None:
     history = History()
     host = {"cpu_percent": 40.0, "memory_used": 256 * GIB, "memory_total": 512 * GIB, "load1": 16.0}

@@ -97,13 +97,14 @@ class History:
         """Add a past from a file; where both know a bucket of a GPU, the higher values count."""
         with self._lock:
             past = join(self._past, kept)
-            found = [past.records[0]]
-            for index, span in enumerate(SPANS[1:], 1):
-                known = {record.at: record for record in past.records[index]}
-                for begin in sorted({_begin(record.at, span) for record in found[-1]} - known.keys()):
-                    if index > 1 and begin + span.bucket_s <= now:  # the board ended before this bucket did
-                        known[begin] = merged([r for r in found[-1] if _begin(r.at, span) == begin], begin)
-                found.append(tuple(known[at] for at in sorted(known) if _oldest(span, now) < at <= now))
+            samples, hour, day = past.records
+            days = {record.at: record for record in day}
+            for begin in {_begin(record.at, DAY) for record in hour} - days.keys():
+                if begin + DAY.bucket_s <= now:  # a board ended before this bucket did
+                    days[begin] = merged([record for record in hour if _begin(record.at, DAY) == begin], begin)
+            found = [samples]
+            for span, records in ((HOUR, hour), (DAY, [days[at] for at in sorted(days)])):
+                found.append(tuple(record for record in records if _oldest(span, now) < record.at <= now))
             self._past = Past(tuple(found), past.columns)
             self._loaded |= kept.columns.keys()
             self._totals = {}
