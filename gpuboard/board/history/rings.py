@@ -205,7 +205,8 @@ class History:
         if not own <= self._own:
             self._own |= own
             self._totals = {}
-        period_s = next((period_s for most, period_s in _PERIODS_S if len(own) <= most), _PERIOD_S)
+        gpus = sum(len(node.gpus) for node in snapshot.nodes)
+        period_s = next((period_s for most, period_s in _PERIODS_S if gpus <= most), _PERIOD_S)
         late_s = now - self._due
         on_time = late_s if late_s < period_s / 2 else 0.0  # scenes come unevenly: a late one does not delay the next
         self._due = now + period_s - on_time
