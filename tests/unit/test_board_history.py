@@ -119,6 +119,16 @@ def test_a_day_has_the_means_and_peaks_of_five_minutes() -> None:
     assert len(history.of("GPU-n-0", FIVE_MINUTES).times) == 30
 
 
+def test_a_value_of_zero_is_not_unknown() -> None:
+    history = History()
+    idle = {"cpu_percent": 0.0, "memory_used": 0, "load1": 0.0, "net_received": 0.0, "net_sent": 0.0}
+    for second in range(310):
+        history.add(shot(node("n", [one(temperature=0, power=0.0)], **idle)), float(second))
+    for span in (FIVE_MINUTES, HOUR, DAY):
+        assert {value for values in history.of("GPU-n-0", span)[1:] for value in values} == {0}
+        assert {value for values in history.host("n", span)[1:] for value in values} == {0}
+
+
 def test_a_pause_of_the_board_is_a_gap_not_a_value() -> None:
     history = History()
     for at in (0.0, 1.0, 1000.0, 1001.0):

@@ -213,7 +213,7 @@ def _merged(planes: Sequence[bytes], plane: int) -> bytes:
     counts = map(len(planes).__sub__, map(methodcaller("count", 0), zip(*padded, strict=True)))
     if plane == POWER:  # codes are roots
         sums = map(sum, zip(*(map(_SQUARES.__getitem__, codes) for codes in padded), strict=True))
-        return bytes(total and 1 + round(sqrt(total / count)) for total, count in zip(sums, counts, strict=True))
+        return bytes(count and 1 + round(sqrt(total / count)) for total, count in zip(sums, counts, strict=True))
     sums = map(sum, zip(*padded, strict=True))
     return bytes(total and round(total / count) for total, count in zip(sums, counts, strict=True))
 
