@@ -13,9 +13,6 @@ if MYPY:  # typing costs start-up, and nothing here needs it at run time
     from typing import Dict, List, Optional
 
 
-_BIG = 100000  # characters: pynvml
-
-
 class Finder:
     """Imports modules from ``sources``: full module name -> source text. Also their loader."""
 
@@ -37,8 +34,6 @@ class Finder:
         """Run a module's source."""
         name = module.__name__
         exec(compile(self._sources[name], self._file(name), "exec", dont_inherit=True), module.__dict__)
-        if len(self._sources[name]) > _BIG and "ctypes" in sys.modules:
-            _trim(sys.modules["ctypes"])
 
     def get_source(self, name: str) -> str:
         """Return a module's source text. Raises ImportError if it is not in the bundle."""
@@ -53,14 +48,6 @@ class Finder:
 
     def _file(self, name: str) -> str:
         return "<bundle>/%s%s" % (name.replace(".", "/"), "/__init__.py" if self.is_package(name) else ".py")
-
-
-def _trim(ctypes: "ModuleType") -> None:
-    """Return the memory that the compiler freed to the system: 10 of 20 MB for pynvml under Python 3.11."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError):
-        pass  # not glibc
 
 
 def run(parts: "List[str]") -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 import zlib
 from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
-from pathlib import Path
 
 from gpuboard.transport.exit_errors import STDIN_READ
+from gpuboard.transport.pynvml_source import pynvml_source
 
 # Sent first to a shell that is to start a program. A start-up file that reads standard input consumes part of it, which
 # the program detects. A shell that a start-up file starts in the program's place runs it as a command and exits.
@@ -60,7 +59,7 @@ def sources(role: str) -> dict[str, str]:
     """Return the modules to send for ``role``: full name -> source text."""
     found = {"gpuboard": "", **_agent_sources()}  # an empty package: the real one imports more than an agent needs
     if role == "node":
-        found["pynvml"] = _pynvml_source()
+        found["pynvml"] = pynvml_source(found.values())
     return found
 
 
@@ -77,10 +76,3 @@ def _sources_in(package: str, folder: Traversable) -> Iterator[tuple[str, str]]:
             yield package if stem == "__init__" else f"{package}.{stem}", entry.read_text(encoding="utf-8")
         elif not dot and entry.name != "__pycache__":  # which another user may have made unreadable
             yield from _sources_in(f"{package}.{entry.name}", entry)
-
-
-def _pynvml_source() -> str:
-    spec = importlib.util.find_spec("pynvml")  # finds it without importing it
-    if spec is None or spec.origin is None:
-        raise FileNotFoundError("pynvml is not installed here; install nvidia-ml-py")
-    return Path(spec.origin).read_text(encoding="utf-8")

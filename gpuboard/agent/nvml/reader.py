@@ -18,7 +18,7 @@ import os
 import struct
 import time
 
-import pynvml
+import pynvml  # always by full names: only what these name is sent (gpuboard/transport/pynvml_source.py)
 
 from gpuboard.agent import proc
 from gpuboard.agent.nvml import terms
@@ -387,13 +387,22 @@ def _process_calls(driver: str) -> "List[Tuple[str, List[Callable[[Any], Any]]]]
     """
     parts = driver.split(".")
     release = tuple(int(part) for part in parts[:2]) if all(part.isdigit() for part in parts[:2]) else ()
-    versions = ("_v2",) if (535, 43) <= release <= (535, 86) else ("_v3", "_v2")
+    correct = 1 if (535, 43) <= release <= (535, 86) else 0
     return [
-        (kind, [getattr(pynvml, name + version) for version in versions])
-        for kind, name in (
-            ("compute", "nvmlDeviceGetComputeRunningProcesses"),
-            ("mps", "nvmlDeviceGetMPSComputeRunningProcesses"),
-            ("graphics", "nvmlDeviceGetGraphicsRunningProcesses"),
+        (kind, calls[correct:])
+        for kind, calls in (
+            (
+                "compute",
+                [pynvml.nvmlDeviceGetComputeRunningProcesses_v3, pynvml.nvmlDeviceGetComputeRunningProcesses_v2],
+            ),
+            (
+                "mps",
+                [pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v2],
+            ),
+            (
+                "graphics",
+                [pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3, pynvml.nvmlDeviceGetGraphicsRunningProcesses_v2],
+            ),
         )
     ]
 
