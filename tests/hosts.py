@@ -171,6 +171,8 @@ class Host:
         self.folder = root / "hosts" / name
         self.has_gpus = name.startswith("gpu")
         self.changed = False  # python3, a mount or sshd differs from the start
+        self._filtered = False  # it has nftables rules
+        self._unplugged = False
         self.spare: Callable[[NodeProcess], bool] | None = None  # processes that ``reset`` keeps (tests/slurm.py)
         self._root = root
         self._init: subprocess.Popen[str] | None = None
@@ -234,19 +236,23 @@ class Host:
 
     def unplug(self) -> None:
         """Pull the network cable: packets are dropped without an error."""
+        self._unplugged = True
         inside(self._switch, f"link set {self.name} nomaster")
 
     def plug(self) -> None:
         """Put the network cable back."""
         inside(self._switch, f"link set {self.name} master lan")
+        self._unplugged = False
 
     def firewall(self, *rules: str) -> None:
         """Set the nftables rules of this host; without arguments, remove them."""
         base = ["flush ruleset"]
+        self._filtered = True
         if rules:
             base += ["add table inet t", "add chain inet t in { type filter hook input priority 0; }"]
         text = "\n".join([*base, *rules])
         subprocess.run(["nsenter", "-t", str(self.pid), "-n", "nft", "-f", "-"], input=text, text=True, check=True)
+        self._filtered = bool(rules)
 
     def script(self, gpus: Sequence[Gpu], **settings: Any) -> list[Gpu]:
         """Set the output of NVML (tests.nvml.write_script); return the GPUs with their UUIDs."""
@@ -345,11 +351,14 @@ class Host:
         self.resume_sshd()
         listener = self._sshd.inner if self._sshd is not None and self._sshd.poll() is None else None
         _until(lambda: self._killed_all_but(listener), f"only sshd and spared processes run on {self.name}")
-        self.firewall()
-        self.plug()
+        if self._filtered:
+            self.firewall()
+        if self._unplugged:
+            self.plug()
         # In the host's namespace a mount point (this repository, if it is in /tmp) cannot be removed; find reports it
         # and continues.
-        self.run(["find", "/var/tmp", "/tmp", "/dev/shm", "-xdev", "-mindepth", "1", "-delete"], user="root")
+        if used := [folder for folder in ("/var/tmp", "/tmp", "/dev/shm") if os.listdir(self.path(folder))]:
+            self.run(["find", *used, "-xdev", "-mindepth", "1", "-delete"], user="root")
         if self.changed or listener is None:
             self.run(["umount", "-q", "/usr/local/bin"], user="root")
             for folder in ("/var/tmp", "/tmp", "/dev/shm"):
