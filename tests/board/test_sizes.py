@@ -24,7 +24,7 @@ PLACES = {
     "help": ("question_mark",), "palette": ("ctrl+p",), "themes": ("ctrl+t",),
 }  # fmt: skip
 VIEWS = {"picture", "table", "filter"}  # of the cluster view itself
-# Small ones last: the next place opens at the size of the last one.
+# One place goes through them forwards and the next one backwards: each opens at the size of the place before it.
 SIZES = [(200, 60), (80, 24)]
 ODD_SIZES = [(300, 90), (200, 2), (1, 1), (20, 5)]
 HOSTILE = "[/x]\u202e\u0301äß漢字💥é" * 3
@@ -33,11 +33,11 @@ HOSTILE = "[/x]\u202e\u0301äß漢字💥é" * 3
 async def test_no_screen_at_no_size_draws_beyond_ascii_where_characters_are_ascii(tmp_path: Path) -> None:
     async with board(make_core(tmp_path, settings=Settings(glyphs="ascii"))) as (app, pilot):
         _make_hostile(app)
-        for place, keys in PLACES.items():
+        for number, (place, keys) in enumerate(PLACES.items()):
             await pilot.press(*keys)
             await settle(pilot, lambda: "?????" in screen(app) or len(app.screen_stack) > 2)
             opened = app.screen
-            for size in SIZES:
+            for size in SIZES[:: -1 if number % 2 else 1]:
                 await pilot.resize_terminal(*size)
                 await settle(pilot, lambda size=size: app.screen.size == size)  # type: ignore[misc]
                 assert app.screen is opened, place

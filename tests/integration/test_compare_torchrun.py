@@ -99,7 +99,7 @@ def test_the_variables_of_torchrun_and_what_record_writes(tmp_path: Path) -> Non
     script = tmp_path / "script.py"
     script.write_text(ELASTIC)
     expected = found(torchrun([str(script)]).stdout.decode())
-    with Node(launch_config(tmp_path, "script.py", environ=environ())) as node:
+    with Node(launch_config(tmp_path, "script.py", environ=environ(), preimport=False)) as node:
         node.start()
         (end,) = node.wait_ended(120)
         own = found(node.text("out"))

@@ -419,22 +419,12 @@ def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_ddp_trains_and_the_loss_falls(tmp_path: Path) -> None:
-    script = (EXAMPLES / "train_ddp.py").read_text()
-    with Launch(tmp_path, script, args=["--epochs", "3"], n=1, torch=True) as run:
-        assert run.wait() == 0
-        losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", run.text["out"])]
-        assert len(losses) == 3
-        assert losses[2] < losses[0] / 4
-        assert run.view().state == "done"
-
-
-@pytest.mark.torch
 def test_a_function_is_called_inside_the_process_group(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
     with Launch(tmp_path, "", "examples.function_target:main", torch=True) as run:
         assert run.wait() == 0
         assert "2 ranks, the sum of their numbers is 1" in run.text["out"]
+        assert run.view().state == "done"
 
 
 @pytest.mark.torch

@@ -135,7 +135,7 @@ def test_the_death_of_the_store_ends_the_run(tmp_path: Path) -> None:
 
 def test_the_store_of_several_nodes_stays_until_stop(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('done')\n")
-    config = launch_config(tmp_path, "script.py", nodes=2, world_size=2)
+    config = launch_config(tmp_path, "script.py", nodes=2, world_size=2, preimport=False)
     with Node(config) as node:
         port = node.call("listen", host="127.0.0.1", port=0)["port"]
         node.call("spawn")
