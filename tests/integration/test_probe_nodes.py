@@ -110,7 +110,7 @@ def test_nothing_is_left_on_the_node_when_the_client_is_killed(nodes: Cluster) -
         for process in nodes["login1"].processes(lambda p: p.name == "ssh"):
             os.kill(process.pid, signal.SIGKILL)
         until(lambda: not gpu01.processes(user="alice"), "nothing is left there")
-        assert killed.stop() < 2.0
+        assert killed.stop() < 8.0
 
 
 def test_a_node_without_a_driver_reports_it_and_still_holds_claims(nodes: Cluster) -> None:

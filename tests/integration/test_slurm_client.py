@@ -315,7 +315,7 @@ def test_a_watch_closes_at_once_whatever_hangs(slurm: SlurmCluster) -> None:
     with watch(slurm) as process:
         until(lambda: host.processes(lambda p: p.name == "scontrol", user="alice"), "scontrol waits")
         out, _ = process.communicate("", 60)
-        assert msgspec.json.decode(out.splitlines()[-1], type=Told).took_s < 0.5
+        assert msgspec.json.decode(out.splitlines()[-1], type=Told).took_s < 3.0
     until(lambda: not host.processes(user="alice"), "nothing is left behind", 8)
 
 

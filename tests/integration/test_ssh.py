@@ -251,7 +251,7 @@ def test_a_stopped_sshd_delays_neither_other_nodes_nor_the_exit(sshd: Sshd, tmp_
             start = Stopwatch()
             it.close()
             took_s = start.stop()
-        assert took_s < 0.5
+        assert took_s < 3.0
         error = look(sshd, "hung", connect_timeout="1s")["hung"].error
         assert error == "ssh: no answer in 1 s; is the node hung or overloaded?"
     finally:
@@ -265,7 +265,7 @@ def test_agents_end_with_the_connection(sshd: Sshd) -> None:
     it.wait(60)
     assert agents(sshd)
     it.close()
-    until(lambda: not agents(sshd), "the agent ended after close", 2)
+    until(lambda: not agents(sshd), "the agent ended after close", 20)
 
 
 def test_agents_end_when_the_client_is_killed(sshd: Sshd) -> None:
@@ -283,7 +283,7 @@ def test_agents_end_when_the_client_is_killed(sshd: Sshd) -> None:
         assert read_line(client) == "up\n"
         assert agents(sshd)
         client.kill()
-    until(lambda: not agents(sshd), "the agent ended after kill -9", 2)
+    until(lambda: not agents(sshd), "the agent ended after kill -9", 20)
 
 
 def test_a_killed_agent_is_replaced_and_readings_continue(sshd: Sshd) -> None:
