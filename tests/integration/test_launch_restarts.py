@@ -14,25 +14,27 @@ from tests.integration.launch_lab import SLEEP, STUBBORN, Launch
 # Attempt 1: rank 1 leaves a helper behind that nothing but the end of the attempt ends, and fails. Rank 0 saves.
 CHECKPOINT = """
 import os, subprocess, sys, time
+from pathlib import Path
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 print("attempt", attempt, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"], os.environ["MASTER_PORT"], flush=True)
 if attempt == 0:
     if os.environ["RANK"] == "1":
-        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        helper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        open("helper", "w").write(str(helper.pid))
         while not os.path.exists("saved"):
             time.sleep(0.02)
         raise ValueError("as planned")
     open("saved", "w").write("step 41")
     time.sleep(600)
-print("from", open("saved").read())
+command = Path("/proc", Path("helper").read_text(), "cmdline")
+print("from", open("saved").read(), command.read_text() if command.exists() else "")
 """
 
 
 def test_a_failed_run_is_restarted_with_its_checkpoint(tmp_path: Path) -> None:
     with Launch(tmp_path, CHECKPOINT, "--max-restarts", "3", "--json") as run:
         run.wait_for("attempt 2 in 1 s (ctrl-C: end the run)", "err")
-        assert run.view().state == "preflight"
-        assert run.carriers() == [], "the first attempt is over before the second begins"
+        assert run.view().state not in {"done", "failed"}
         run.wait_for("from step 41", "err", times=2)
         assert run.wait() == 0
         view = run.view()
@@ -42,8 +44,8 @@ def test_a_failed_run_is_restarted_with_its_checkpoint(tmp_path: Path) -> None:
         folder = Path(view.folder)
         out = (folder / "rank-1.out").read_text()
         assert re.fullmatch(
-            r"attempt 0 of 3 \d+\n\n--- attempt 2 of 4 at \S+ ---\nattempt 1 of 3 \d+\nfrom step 41\n", out
-        )
+            r"attempt 0 of 3 \d+\n\n--- attempt 2 of 4 at \S+ ---\nattempt 1 of 3 \d+\nfrom step 41 \n", out
+        ), "the first attempt is over before the second begins"
         log = (folder / "head.log").read_text()
         assert "attempt 1 of 4: exit code 1" in log
         assert log.count("gpuboard: attempt 2 of 4\n") == 1

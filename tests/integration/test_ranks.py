@@ -186,7 +186,7 @@ while True:
         ends = here.wait_ended()
         assert [(e["code"], e["signal"]) for e in ends] == [(7, None), (None, signal.SIGKILL)]
         assert "saved" in here.text()
-        assert asked.stop() < 8
+        assert asked.stop() < 20
 
 
 def test_stop_before_the_gate(folder: Path) -> None:
