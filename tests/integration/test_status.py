@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import pty
@@ -119,6 +121,54 @@ def test_table_without_a_terminal_is_plain_and_complete(here: Here) -> None:
     assert busy.endswith("100 % utilization, no process visible")
     assert total == f"{os.uname().nodename.partition('.')[0]}: 2 GPUs: 1 free, 1 busy"
     assert here.run().stdout.splitlines()[0].split() == header.split()  # same output without a command
+
+
+HOSTILE = [
+    '=HYPERLINK("http://x";"a, b")',
+    "@SUM(1+1)*cmd|' /C calc'!A0",
+    '-2+3", "injected',
+    "café 漢字; \x1b[31m[/x]",
+]
+
+
+def test_csv_is_read_back_with_hostile_names(here: Here) -> None:
+    pid = os.getpid()
+    gpus = here.gpus(
+        [Gpu(name=HOSTILE[0]), *(Gpu(name=name, processes=(("compute", pid, GIB),)) for name in HOSTILE[1:])]
+    )
+    done = subprocess.run(here.command("status", "--format", "csv"), env=here.env, capture_output=True, timeout=90)
+    assert (done.returncode, done.stderr) == (0, b"")
+    text = done.stdout.decode()
+    assert text.count("\r\n") == len(gpus) + 1
+    assert text.count("\n") == text.count("\r\n")
+    found = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
+    assert [row["uuid"] for row in found] == [gpu.uuid for gpu in gpus]
+    assert [row["model"] for row in found] == [*("'" + name for name in HOSTILE[:3]), "café 漢字; [31m[/x]"]
+    first = {"gpu": "0", "mig_device": "", "state": "free", "users": "", "memory_total_bytes": str(80 * GIB)}
+    assert {name: found[0][name] for name in first} == first
+    user = here.json("status", "--json")["nodes"][0]["gpus"][1]["processes"][0]["user"]
+    assert [row["users"] for row in found[1:]] == [user] * 3
+    chosen = here.run("status", "--format=csv", "--columns=index,mem", "--sort=gpu,desc").stdout.splitlines()
+    assert chosen[:2] == ["gpu,mig_device,memory_used_bytes,memory_total_bytes", f"3,,{0},{80 * GIB}"]
+
+
+def test_filters_apply_to_the_table_and_json(here: Here) -> None:
+    gpus = here.gpus([Gpu(), Gpu(utilization=100), Gpu(name="NVIDIA L40S")])
+    [node] = here.json("status", "--json", "--free", "--filter", "model:L40S")["nodes"]
+    assert [gpu["uuid"] for gpu in node["gpus"]] == [gpus[2].uuid]
+    assert here.json("status", "--json", "--filter", "util>200")["nodes"] == []
+    lines = here.run("status", "--columns=gpu,util", "--sort=util,desc").stdout.splitlines()
+    assert lines[:2] == ["GPU  UTIL", "  1  100%"]
+    for args, message in (
+        (("--columns", "utl"), "gpuboard: --columns: 'utl' is not a column; did you mean util?"),
+        (("--sort", "utl"), "gpuboard: --sort: 'utl' is not a key to sort by; did you mean util?"),
+        (("--filter", "utl>1"), "gpuboard: --filter: utl is not a key; the keys are: state, "),
+        (("--json", "--sort", "util"), "gpuboard: --columns and --sort are for the table and CSV; "),
+        (("--json", "--format", "csv"), "gpuboard: --format cannot be combined with --json"),
+    ):
+        done = here.run("status", *args)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(message)
 
 
 def test_missing_nvml_is_a_row_with_the_reason(here: Here) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from gpuboard.board.history import History
-from gpuboard.board.scene import Place
+from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.cli.reserve.leases import table as lease_table
 from gpuboard.cli.see.status import table
@@ -254,7 +254,7 @@ def test_a_picture_can_be_made_of_whatever_is_well_formed(data: st.DataObject) -
             assert (seen.nodes[1].state, seen.nodes[1].gpus) == ("up", [])
             msgspec.json.decode(msgspec.json.encode(seen))
             for width in (None, 80):
-                table(seen, width, colour=True)
+                table(Scene(seen, LeaseList(1, "", []), uids={}), width, colour=True)
             for node in seen.nodes:
                 for gpu in node.gpus:
                     assert gpu.state != "free" or gpu.memory_used is not None

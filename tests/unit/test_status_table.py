@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
 import pytest
 
-from gpuboard.cli.see.status import next_due, sums, table
+from gpuboard.board.scene import Scene
+from gpuboard.cli.main import load, parser_of
+from gpuboard.cli.see import columns, status
+from gpuboard.cli.see.selection import Selection
+from gpuboard.cli.see.status import next_due, sums
 from gpuboard.cli.table import Step, elide, fit, pad, width_of, wrap
+from gpuboard.errors import UsageError
 from gpuboard.model.gpu import GpuState
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot
+from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
+from gpuboard.model.snapshot import GpuView, JobView, MigView, NodeView, ProcessView, Snapshot
 from gpuboard.model.text import clean
 
 GIB = 2**30
@@ -36,12 +45,25 @@ def snapshot(*nodes: NodeView) -> Snapshot:
     return Snapshot(schema=1, at="2026-01-31T12:00:00.000Z", cluster="lab", nodes=list(nodes))
 
 
+def table(of: Snapshot, width: int | None, *args: str, leases: Sequence[Lease] = (), colour: bool) -> list[str]:
+    """Return the table that a command line with ``args`` prints."""
+    read = parser_of(load("status")).read(args)
+    names = columns.columns(read.columns) if read.columns else columns.TABLE
+    scene = Scene(of, LeaseList(1, of.at, list(leases)), uids={"gpu01": 1000})
+    return status.table(scene, width, names, Selection(read), colour=colour)
+
+
+def lease(name: str, owner: str, *uuids: str) -> Lease:
+    gpus = [LeaseGpu("gpu01", 0, uuid) for uuid in uuids]
+    return Lease(name, owner, 1001, "login1", gpus, "2026-01-31T12:00:00.000Z", "2026-01-31T20:00:00.000Z", None)
+
+
 def test_wide_table_in_full() -> None:
     assert table(snapshot(UP, DOWN), None, colour=False) == [
-        "NODE   GPU  MODEL           STATE     WHO        GiB  UTIL  TEMP  POWER   AGE  WHY",
-        "gpu01    0  H100 80GB HBM3  free              0.5/80    0%  31°C    70W  0.4s  no process, no reservation",
-        "gpu01   11  H100 80GB HBM3  busy      张伟     79/80  100%  88°C   700W  0.4s  sick; 张伟: [31mpy [/x] (p7)",
-        "gpu01    2  H100 80GB HBM3  unknown              ?/?     ?     ?      ?  0.4s  not readable: memory",
+        "NODE   GPU  MODEL           STATE     USER       MEM  UTIL  TEMP  POWER  REASON",
+        "gpu01    0  H100 80GB HBM3  free      -      0.5/80G    0%  31°C    70W  no process, no reservation",
+        "gpu01   11  H100 80GB HBM3  busy      张伟    79/80G  100%  88°C   700W  sick; [31mpy [/x] (p7)",
+        "gpu01    2  H100 80GB HBM3  unknown   ?         ?/?G     ?     ?      ?  not readable: memory",
         "gpu02  unreachable: ssh: no answer from 10.0.0.2 in 10 s; is it up? try: ssh gpu02 true",
         "",
         "lab: 3 GPUs: 1 free, 1 busy, 1 unknown; 1 of 2 nodes unreachable, its GPUs are not counted",
@@ -56,13 +78,13 @@ def test_no_line_exceeds_the_width(width: int) -> None:
 
 def test_eighty_columns_show_state_and_reason() -> None:
     lines = table(snapshot(UP), 80, colour=False)
-    assert lines[1] == "gpu01    0  H100 80…  free              0.5/80    0%  no process, no reservation"
+    assert lines[1] == "gpu01    0  H100 80…  free      -      0.5/80G    0%  no process, no reservation"
     assert lines[3].endswith("not readable: memory")
 
 
 def test_columns_align_with_wide_characters() -> None:
     header, *rows = table(snapshot(UP), 80, colour=False)[:4]
-    start = width_of(header[: header.index("WHY")])
+    start = width_of(header[: header.index("REASON")])
     for row, reason in zip(rows, ("no process", "sick; ", "not readable"), strict=True):
         assert width_of(row[: row.index(reason)]) == start
 
@@ -100,7 +122,7 @@ def test_each_mig_device_has_a_row() -> None:
         mig=[MigView("MIG-1", "3g.40gb", "free", "no process, no reservation", 0, 40 * GIB, ["k3f9"])],
     )  # fmt: skip
     lines = table(snapshot(NodeView(name="gpu01", state="up", age_s=0.0, gpus=[parent])), None, colour=False)
-    assert " ".join(lines[2].split()) == "gpu01 1:0 3g.40gb free k3f9 0.0/40 no process, no reservation"
+    assert " ".join(lines[2].split()) == "gpu01 1:0 3g.40gb free - 0.0/40G no process, no reservation"
 
 
 def test_in_mig_mode_the_devices_are_counted_instead_of_the_gpu() -> None:
@@ -112,7 +134,88 @@ def test_in_mig_mode_the_devices_are_counted_instead_of_the_gpu() -> None:
     )  # fmt: skip
     one = snapshot(NodeView(name="gpu01", state="up", age_s=0.0, gpus=[parent, FREE]))
     assert sums(one) == "lab: 1 GPU: 1 free; 2 MIG devices: 1 free, 1 busy"
-    assert " ".join(table(one, None, colour=False)[1].split()) == "gpu01 1 A100 mig ?/? ? ? ? 0.0s sick; in MIG mode"
+    assert " ".join(table(one, None, colour=False)[1].split()) == "gpu01 1 A100 mig ? ?/?G ? ? ? sick; in MIG mode"
+
+
+def test_the_user_is_not_repeated_in_the_reason() -> None:
+    held = msgspec.structs.replace(FREE, state="reserved", reason="alice, 3h10m left: ablation", leases=["k3f9"])
+    job = JobView("12", "bob", "gpu", None)
+    given = msgspec.structs.replace(FREE, uuid="GPU-5", state="allocated", reason="job 12 of bob in gpu", jobs=[job])
+    crowded = msgspec.structs.replace(
+        BUSY, reason="bob: python (pid 7) and 1 more", flags=[],
+        processes=[ProcessView(pid, user, "x", pid, "compute") for pid, user in ((7, "bob"), (6, "carol"))],
+    )  # fmt: skip
+    node = msgspec.structs.replace(UP, gpus=[held, given, crowded])
+    shown = table(snapshot(node), None, "--columns=user,reason", leases=[lease("k3f9", "alice", "GPU-0")], colour=False)
+    assert shown[1:4] == [
+        "alice      3h10m left: ablation",
+        "bob        job 12 in gpu",
+        "bob,carol  bob: python (pid 7) and 1 more",
+    ]
+    shown = table(snapshot(node), None, "--columns=reason", leases=[lease("k3f9", "alice", "GPU-0")], colour=False)
+    assert shown[1:3] == ["alice, 3h10m left: ablation", "job 12 of bob in gpu"]
+
+
+def test_an_old_reading_shows_its_age_in_the_reason() -> None:
+    given = msgspec.structs.replace(FREE, state="allocated", reason="job 12 of bob in gpu")
+    node = msgspec.structs.replace(UP, state="stale", age_s=42.0, error="no new reading", gpus=[given])
+    assert table(snapshot(node), None, "--columns=reason", colour=False)[1] == "42s old: job 12 of bob in gpu"
+
+
+def test_columns_in_the_order_asked_for_also_by_the_boards_names() -> None:
+    shown = table(snapshot(UP, DOWN), None, "--columns", "index,memory,NODE", colour=False)
+    assert shown[:4] == ["GPU      MEM  NODE", "  0  0.5/80G  gpu01", " 11   79/80G  gpu01", "  2     ?/?G  gpu01"]
+    assert shown[4].strip().startswith("gpu02: unreachable: ssh: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--columns", "node,utl"), "--columns: 'utl' is not a column; did you mean util?\n  there are: node, gpu, "),
+        (("--columns", "util,utilization"), "--columns: util is listed twice"),
+        (("--columns", "node,,gpu"), "--columns: '' is not a column\n  there are: "),
+        (("--sort", "pwoer"), "--sort: 'pwoer' is not a key to sort by; did you mean power?\n  there are: "),
+        (("--sort", "mem,down"), "--sort: 'down' after the key; write mem or mem,desc"),
+        (("--filter", "state:fre stat:x"), "--filter: stat is not a key; the keys are: "),
+        (("--user", 'a"b'), "--user: 'a\"b' is not a user's name"),
+    ],
+)
+def test_wrong_names_are_errors_with_the_list_and_the_nearest(args: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        table(snapshot(UP), None, *args, colour=False)
+    assert str(error.value).startswith(message)
+
+
+def test_filter_sort_user_and_free() -> None:
+    cold = msgspec.structs.replace(FREE, index=3, uuid="GPU-4", temperature=20)
+    busy = msgspec.structs.replace(BUSY, processes=[ProcessView(7, "bobby", "x", 1, "compute")])
+    cluster = snapshot(msgspec.structs.replace(UP, gpus=[FREE, cold, busy]), DOWN)
+
+    def indexes(*args: str) -> list[str]:
+        lines = table(cluster, None, "--columns=gpu", *args, leases=[lease("k3f9", "bob", "GPU-4")], colour=False)
+        return [line.strip() for line in lines[1:-2]]
+
+    assert indexes("--free") == ["0", "3"]
+    assert indexes("--free", "--sort", "temp") == ["3", "0"]
+    assert indexes("--user", "bob") == ["3"]  # not bobby's
+    assert indexes("--user", "bob", "--filter", "temp>20") == []
+    assert indexes("--filter", "temp>20", "--sort", "gpu,desc") == ["11", "0"]
+    assert indexes("--sort", "mem,desc")[:3] == ["11", "0", "3"]
+    assert indexes("--filter", "state:unreachable")[0].startswith("gpu02: unreachable")
+    last = table(cluster, None, "--free", colour=False)[-1]
+    assert last == "lab: 2 GPUs: 2 free; 2 of 3 GPUs match; 1 of 2 nodes unreachable, its GPUs are not counted"
+
+
+def test_free_lists_the_free_devices_of_a_gpu_in_mig_mode() -> None:
+    states: tuple[GpuState, ...] = ("free", "busy")
+    devices = [MigView(f"MIG-{n}", "3g.40gb", state, "", 0, 40 * GIB, []) for n, state in enumerate(states)]
+    parent = GpuView(
+        index=1, uuid="GPU-3", name="A100", pci_bus_id="0", state="mig", reason="", flags=["mig"], mig=devices
+    )
+    cluster = snapshot(NodeView(name="gpu01", state="up", age_s=0.0, gpus=[parent, BUSY]))
+    assert [line.split() for line in table(cluster, None, "--columns=gpu,state", "--free", colour=False)[1:-2]] == [
+        ["1", "mig"], ["1:0", "free"],
+    ]  # fmt: skip
 
 
 def test_node_without_gpus() -> None:

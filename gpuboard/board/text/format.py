@@ -57,3 +57,20 @@ def flag_mark(flags: Sequence[str]) -> tuple[str, str]:
 def flag_role(flag: str) -> str:
     """Return the role of a flag, the same on every screen."""
     return "bad" if flag in {"rogue", "disputed"} else "dim" if flag == "mig" else "warn"
+
+
+def reason_beside(reason: str, users: Sequence[str]) -> str:
+    """Return a reason as it is shown beside the user's name: without that name.
+
+    >>> reason_beside("alice, 3h10m left: ablation", ["alice"]), reason_beside("job 12 of bob in gpu", ["bob"])
+    ('3h10m left: ablation', 'job 12 in gpu')
+    >>> reason_beside("alice: python (pid 7) and 1 more", ["alice", "bob"])
+    'alice: python (pid 7) and 1 more'
+    """
+    if len(users) != 1:  # whose process or lease it is would be lost
+        return reason
+    user = users[0]
+    for lead in (f"{user}: ", f"{user}, "):
+        if reason.startswith(lead):
+            return reason.removeprefix(lead)
+    return reason.replace(f" of {user}", "", 1) if reason.startswith("job ") else reason

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import recover_leases
+from gpuboard.cli.main import load, parser_of, recover_leases
 from gpuboard.cli.options import natural, typed
 from gpuboard.cli.replay import add_replay, open_replay
 from gpuboard.cli.stderr import report
@@ -129,8 +129,8 @@ def _speed(text: str) -> float:
 
 
 def _status(args: argparse.Namespace, context: Context) -> int:
-    from gpuboard.cli.see import status
-
     if args.replay is None:
         recover_leases(context)
-    return status.run(argparse.Namespace(watch=None, json=False, replay=args.replay, at=args.at), context)
+    status = load("status")
+    words = [*(["--replay", str(args.replay)] if args.replay else ()), *(["--at", args.at] if args.at else ())]
+    return status.run(parser_of(status).read(words), context)

@@ -1,4 +1,4 @@
-"""`gpuboard status`: a table with a row per GPU, its state and the reason; or JSON (model/snapshot.py, schema 1)."""
+"""`gpuboard status`: a row per GPU, its state and the reason: a table, CSV, or JSON (model/snapshot.py, schema 1)."""
 
 from __future__ import annotations
 
@@ -8,92 +8,142 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from gpuboard.board.scene import Scene
 from gpuboard.cli.context import Context
+from gpuboard.cli.csv_output import write
 from gpuboard.cli.options import typed
 from gpuboard.cli.replay import add_replay, open_replay
+from gpuboard.cli.see import columns
+from gpuboard.cli.see.columns import COLUMNS, Device
+from gpuboard.cli.see.selection import Selection
+from gpuboard.cli.see.selection import add_arguments as add_selection
 from gpuboard.cli.stderr import report
-from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
+from gpuboard.cli.table import Cell, Row, elide, render
 from gpuboard.errors import NoNodeReached, UsageError
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot, scheduler_words, shown_flags, tally
+from gpuboard.leases.ledger import Scope
+from gpuboard.model.snapshot import NodeView, Snapshot, scheduler_words, tally
 from gpuboard.model.state import STATES
 from gpuboard.model.text import clean, quoted
-from gpuboard.model.units import format_duration, parse_duration, parse_number
+from gpuboard.model.units import parse_duration, parse_number
 
 if TYPE_CHECKING:
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.leases.composite import CompositeLedger
 
 NAME = "status"
 HELP = "show every GPU: state, reason, memory, load, users"
 
-COLUMNS = (
-    Column("NODE"),
-    Column("GPU", right=True),
-    Column("MODEL"),
-    Column("STATE", least=8),
-    Column("WHO", least=6),
-    Column("GiB", right=True, least=6),
-    Column("UTIL", right=True, least=4),
-    Column("TEMP", right=True, least=4),
-    Column("POWER", right=True, least=5),
-    Column("AGE", right=True, least=4),
-    Column("WHY"),
-)
-_NODE, _GPU, _MODEL, _STATE, _WHO, _MEMORY, _UTIL, _TEMP, _POWER, _AGE, _WHY = range(len(COLUMNS))
-# Columns cut or dropped in a narrow terminal, in this order. Node, index and state always remain.
-STEPS = (
-    Step(_WHY, 36), Step(_MODEL, 14), Step(_WHO, 16), Step(_POWER, 0), Step(_TEMP, 0), Step(_MODEL, 8), Step(_AGE, 0),
-    Step(_NODE, 16), Step(_WHO, 8), Step(_WHY, 20), Step(_MODEL, 0), Step(_UTIL, 0), Step(_WHO, 0), Step(_WHY, 12),
-    Step(_MEMORY, 0), Step(_NODE, 8), Step(_WHY, 4),
-)  # fmt: skip
-_COLOURS = {
-    "free": "32", "reserved": "36", "allocated": "34", "busy": "33", "occupied": "33", "unknown": "35",
-    "broken": "1;31",
-}  # fmt: skip
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="print JSON (schema 1); with --watch one line per snapshot")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--json", action="store_true", help="print JSON (schema 1); with --watch one line per snapshot")
+    kind.add_argument(
+        "--format", choices=("table", "csv", "json"), default="table", help="csv: for spreadsheets, RFC 4180"
+    )
     parser.add_argument(
         "--watch", nargs="?", const=0.0, type=typed(_seconds), metavar="S",
         help="repeat every S seconds (0.5, 2, 30s) until ctrl-C; without S: at `interval` of the config",
     )  # fmt: skip
+    parser.add_argument("--columns", metavar="NAMES", help=f"the columns, in order; of {', '.join(COLUMNS)}")
+    add_selection(parser)
     add_replay(parser)
     parser.epilog = (
         "examples:\n  gpuboard status\n  gpuboard status --nodes 'gpu[01-03]' --watch 2\n"
+        "  gpuboard status --free --sort mem,desc\n  gpuboard status --user me --columns node,gpu,util,reason\n"
+        "  gpuboard status --format csv --filter 'model:H100 util<10' > idle.csv\n"
         "  gpuboard status --json | jq -r '.nodes[].gpus[] | select(.state == \"free\").uuid'\n\n"
         "exit code 6: no node could be reached"
     )
 
 
+class Output:
+    """How snapshots are printed. Raises UsageError for options that contradict each other."""
+
+    def __init__(self, args: argparse.Namespace, context: Context) -> None:
+        self.selection = Selection(args)
+        self.kind = "json" if args.json else args.format
+        default = columns.CSV if self.kind == "csv" else columns.TABLE
+        self.names = columns.columns(args.columns) if args.columns else default
+        self._context = context
+        if self.kind == "json" and (args.columns or args.sort):
+            raise UsageError("--columns and --sort are for the table and CSV; JSON has every field, by node and index")
+        if self.kind == "csv" and args.watch is not None:
+            raise UsageError("--watch cannot be combined with --format csv; --watch --json prints a line per snapshot")
+
+    def show(self, scene: Scene) -> None:
+        """Print a scene."""
+        if self.kind == "json":
+            sys.stdout.buffer.write(msgspec.json.encode(self.selection.listed(scene)) + b"\n")
+            sys.stdout.buffer.flush()
+        elif self.kind == "csv":
+            fields = columns.fields(self.names)
+            write(list(fields), ([value(row) for value in fields.values()] for row in self._records(scene)))
+            if missing := [clean(node.name, 64) for node in scene.snapshot.nodes if not node.gpus]:
+                report(f"not listed, as no GPU of them is known: {', '.join(missing)}; `gpuboard status` shows why")
+        else:
+            print("\n".join(self.lines(scene)))
+
+    def lines(self, scene: Scene) -> list[str]:
+        """Return the lines of the table."""
+        return table(scene, self._context.width, self.names, self.selection, colour=self._context.colour)
+
+    def _records(self, scene: Scene) -> Iterator[Device]:
+        """Yield the GPUs, each followed by its MIG devices."""
+        listed = scene_of(scene, self.selection.listed(scene))
+        for place in self.selection.ordered(listed):
+            yield from columns.devices(place.node, place.gpu, scene)
+
+
 def run(args: argparse.Namespace, context: Context) -> int:
     """Show the cluster once, or until interrupted."""
+    output = Output(args, context)
     if (replay := open_replay(args)) is not None:
         if args.watch is not None:
             raise UsageError("--watch cannot be combined with --replay")
         recording, at = replay
-        _show(recording.at(recording.end if at is None else at).snapshot, context, json=args.json)
+        frame = recording.at(recording.end if at is None else at)
+        output.show(Scene(frame.snapshot, frame.leases, uids=frame.uids))
         return 0
     nodes = context.reach(context.nodes())
     if args.watch is None:
-        with contextlib.closing(context.fleet(nodes)) as fleet:
-            fleet.start()
-            snapshot = settled(fleet, context)
-        _show(snapshot, context, json=args.json)
-        _suggest_setup(nodes, snapshot, context)
-        return NoNodeReached.exit_code if no_node_reached(snapshot) else 0
+        scene = read(nodes, context)
+        output.show(scene)
+        _suggest_setup(nodes, scene.snapshot, context)
+        return NoNodeReached.exit_code if no_node_reached(scene.snapshot) else 0
     interval_s = args.watch or context.settings.interval_s(len(nodes))
-    with contextlib.closing(context.fleet(nodes, interval_s=interval_s, one_shot=False)) as fleet:
+    fleet = context.fleet(nodes, interval_s=interval_s, one_shot=False)
+    with contextlib.closing(fleet), _ledger(nodes, context) as ledger:
         fleet.start()
         settled(fleet, context)
-        _watch(fleet, context, interval_s, json=args.json)
+        _watch(fleet, ledger, output, context, interval_s)
     return 0
+
+
+def read(nodes: Sequence[Node], context: Context) -> Scene:
+    """Read every node once; return the snapshot with its leases."""
+    with contextlib.closing(context.fleet(nodes)) as fleet, _ledger(nodes, context) as ledger:
+        fleet.start()
+        return _scene(fleet, settled(fleet, context), ledger)
+
+
+def _ledger(nodes: Sequence[Node], context: Context) -> CompositeLedger:
+    return context.ledger(lambda: Scope(tuple(nodes), explicit=bool(context.nodesets)))
+
+
+def _scene(fleet: Fleet, snapshot: Snapshot, ledger: CompositeLedger) -> Scene:
+    return Scene(snapshot, ledger.leases(fleet, snapshot), uids=fleet.uids())
+
+
+def scene_of(scene: Scene, snapshot: Snapshot) -> Scene:
+    """Return a scene with the leases of another and a part of its snapshot."""
+    return scene if snapshot is scene.snapshot else Scene(snapshot, scene.leases, uids=scene.uids)
 
 
 def _suggest_setup(nodes: Sequence[Node], snapshot: Snapshot, context: Context) -> None:
@@ -133,106 +183,75 @@ def no_node_reached(snapshot: Snapshot) -> bool:
     return all(node.age_s is None for node in snapshot.nodes)
 
 
-def table(snapshot: Snapshot, width: int | None, *, colour: bool) -> list[str]:
+def table(
+    scene: Scene,
+    width: int | None,
+    names: Sequence[str] = columns.TABLE,
+    selection: Selection | None = None,
+    *,
+    colour: bool,
+) -> list[str]:
     """Return the lines of the table and, last, the totals. ``width`` in terminal cells; None: no limit."""
+    snapshot = scene.snapshot
+    listed = selection.listed(scene) if selection is not None else snapshot
     rows: list[Row] = []
-    for node in snapshot.nodes:
-        rows += _node_rows(node)
-    lines = render(COLUMNS, rows, STEPS, width, colour=colour)
-    total = sums(snapshot)
+    if selection is not None and selection.sorts:
+        for place in selection.ordered(scene_of(scene, listed)):
+            rows += [Row(columns.cells(row, names)) for row in columns.devices(place.node, place.gpu, scene)]
+    for node in listed.nodes:
+        if selection is None or not selection.sorts:
+            rows += [Row(columns.cells(row, names)) for gpu in node.gpus for row in columns.devices(node, gpu, scene)]
+        rows += _node_rows(node, names)
+    titles = [COLUMNS[name].column for name in names]
+    lines = render(titles, rows, columns.steps(names), width, colour=colour)
+    total = sums(listed, snapshot)
     if text := scheduler_words(snapshot.scheduler):
         lines += ["", clean(text) if width is None else elide(clean(text), width)]
     return [*lines, "", total if width is None else elide(total, width)]
 
 
-def sums(snapshot: Snapshot) -> str:
-    """Return the last line: the number of GPUs in each state, and of unreachable nodes."""
-    unreachable = sum(node.state == "unreachable" for node in snapshot.nodes)
+def sums(snapshot: Snapshot, whole: Snapshot | None = None) -> str:
+    """Return the last line: the number of GPUs in each state, and of unreachable nodes.
+
+    ``whole``: the snapshot that ``snapshot`` is the listed part of.
+    """
+    whole = whole or snapshot
+    unreachable = sum(node.state == "unreachable" for node in whole.nodes)
     counts: list[str] = []
     for kind, states in tally(gpu for node in snapshot.nodes for gpu in node.gpus).parts:
         parts = [f"{states[state]} {state}" for state in reversed(STATES) if states[state]]
         counts.append(f"{kind}: {', '.join(parts)}" if parts else kind)
     text = "; ".join(counts)
+    if snapshot is not whole:
+        text += (
+            f"; {sum(len(node.gpus) for node in snapshot.nodes)} of {sum(len(node.gpus) for node in whole.nodes)} GPUs"
+        )
+        text += " match"
     if unreachable:
-        nodes = f"{unreachable} of {len(snapshot.nodes)} nodes" if len(snapshot.nodes) > 1 else "the node is"
+        nodes = f"{unreachable} of {len(whole.nodes)} nodes" if len(whole.nodes) > 1 else "the node is"
         text += f"; {nodes} unreachable, {'its' if unreachable == 1 else 'their'} GPUs are not counted"
-    if any(node.source == "simulated" for node in snapshot.nodes):
+    if any(node.source == "simulated" for node in whole.nodes):
         text += "; SIMULATED"
     return f"{clean(snapshot.cluster)}: {text}" if snapshot.cluster else text
 
 
-def _node_rows(node: NodeView) -> list[Row]:
-    name = Cell(clean(node.name, 64))
-    rows = [row for gpu in node.gpus for row in _gpu_rows(name, gpu, node)]
-    if node.error or not rows:
+def _node_rows(node: NodeView, names: Sequence[str]) -> list[Row]:
+    """Return what is wrong with a node as a whole."""
+    name = clean(node.name, 64)
+    found: list[Cell] = []
+    if node.error or not node.gpus:
         error = clean(node.error or "no GPU found")
-        state = node.state if node.state != "up" else "no GPU" if not rows else "up"
+        state = node.state if node.state != "up" else "no GPU" if not node.gpus else "up"
         text = error if error.startswith(state) else f"{state}: {error}"
-        rows.append(Row((name,), Cell(text, "1;31" if node.state == "unreachable" else "35")))
+        found.append(Cell(text, "1;31" if node.state == "unreachable" else "35"))
     if node.scheduler_reason or node.scheduler_reservation:
         text = clean(f"Slurm: {node.scheduler_state}: {node.scheduler_reason or node.scheduler_reservation}")
-        rows.append(Row((name,), Cell(text, "35")))
+        found.append(Cell(text, "35"))
     if node.claims_error:
-        rows.append(Row((name,), Cell(f"cannot be reserved: {clean(node.claims_error)}", "35")))
-    return rows
-
-
-def _gpu_rows(name: Cell, gpu: GpuView, node: NodeView) -> list[Row]:
-    why = clean(gpu.reason)
-    if gpu.memory_shared:
-        why += "; memory shared with the host"
-    reasons = f"sick ({clean('; '.join(gpu.sick))})"
-    if flags := [reasons if flag == "sick" and gpu.sick else flag for flag in shown_flags(gpu)]:
-        why = f"{'+'.join(flags)}; {why}"
-    cells = (
-        name,
-        Cell(str(gpu.index)),
-        Cell(short_model(clean(gpu.name, 64))),
-        Cell(gpu.state, _COLOURS.get(gpu.state, "")),
-        Cell(_who(gpu)),
-        Cell(_memory(gpu.memory_used, gpu.memory_total)),
-        Cell("?" if gpu.utilization is None else f"{gpu.utilization}%"),
-        Cell("?" if gpu.temperature is None else f"{gpu.temperature}°C"),
-        Cell("?" if gpu.power is None else f"{gpu.power:.0f}W"),
-        Cell(_age(node.age_s)),
-        Cell(why),
-    )
-    return [Row(cells), *(_mig_row(name, gpu, mig, n) for n, mig in enumerate(gpu.mig))]
-
-
-def _mig_row(name: Cell, gpu: GpuView, mig: MigView, number: int) -> Row:
-    blank = Cell("")
-    cells = (
-        name, Cell(f"{gpu.index}:{number}"), Cell(clean(mig.profile, 32)), Cell(mig.state, _COLOURS.get(mig.state, "")),
-        Cell(",".join(clean(lease, 16) for lease in mig.leases)), Cell(_memory(mig.memory_used, mig.memory_total)),
-        blank, blank, blank, blank, Cell(clean(mig.reason)),
-    )  # fmt: skip
-    return Row(cells)
-
-
-def short_model(name: str) -> str:
-    """Return a GPU's name without the vendor prefixes."""
-    return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
-
-
-def _who(gpu: GpuView) -> str:
-    """Return lease ids, jobs and the users of processes; ``?`` for a hidden owner."""
-    found = [*gpu.leases, *(f"{job.user}/{job.id}" for job in gpu.jobs)]
-    found += sorted({process.user or "?" for process in gpu.processes or ()})
-    return ",".join(clean(word, 32) for word in found)
-
-
-def _memory(used: int | None, total: int | None) -> str:
-    """Return GiB used and GiB in total; one decimal below 10 GiB used."""
-    left = "?" if used is None else f"{used / 2**30:.{1 if used < 10 * 2**30 else 0}f}"
-    right = "?" if total is None else f"{total / 2**30:.0f}"
-    return f"{left}/{right}"
-
-
-def _age(age_s: float | None) -> str:
-    if age_s is None:
-        return "?"
-    return f"{age_s:.1f}s" if age_s < 10 else format_duration(age_s)
+        found.append(Cell(f"cannot be reserved: {clean(node.claims_error)}", "35"))
+    if names[0] == "node":
+        return [Row((Cell(name),), cell) for cell in found]
+    return [Row((Cell(""),), Cell(f"{name}: {cell.text}", cell.colour)) for cell in found]
 
 
 def _seconds(text: str) -> float:
@@ -246,28 +265,21 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _show(snapshot: Snapshot, context: Context, *, json: bool) -> None:
-    if json:
-        sys.stdout.buffer.write(msgspec.json.encode(snapshot) + b"\n")
-        sys.stdout.buffer.flush()
-    else:
-        print("\n".join(table(snapshot, context.width, colour=context.colour)))
-
-
-def _watch(fleet: Fleet, context: Context, interval_s: float, *, json: bool) -> None:
+def _watch(fleet: Fleet, ledger: CompositeLedger, output: Output, context: Context, interval_s: float) -> None:
     """Show the cluster repeatedly: in place on a terminal, elsewhere one table after the other."""
+    json = output.kind == "json"
     in_place = context.stdout_is_tty and not json and context.env.get("TERM") != "dumb"
     if in_place:
         print("\x1b[2J", end="")
     due = time.monotonic()
     try:
         while True:
-            snapshot = fleet.snapshot()
+            scene = _scene(fleet, fleet.snapshot(), ledger)
             if in_place:
-                sys.stdout.write(_frame(snapshot, context, interval_s))
+                sys.stdout.write(_frame(output.lines(scene), context, interval_s))
                 sys.stdout.flush()
             else:
-                _show(snapshot, context, json=json)
+                output.show(scene)
                 if not json:
                     print(flush=True)
             due = next_due(due, interval_s, time.monotonic())
@@ -283,13 +295,16 @@ def next_due(due: float, interval_s: float, now: float) -> float:
     return due + interval_s * max(1, math.ceil((now - due) / interval_s))
 
 
-def _frame(snapshot: Snapshot, context: Context, interval_s: float) -> str:
+def _frame(shown: Sequence[str], context: Context, interval_s: float) -> str:
     """Return one frame, drawn over the last one without clearing the screen, which would flicker."""
     height = shutil.get_terminal_size().lines
-    *lines, blank, total = table(snapshot, context.width, colour=context.colour)
+    *lines, blank, total = shown
     room = height - 4
     if len(lines) > room:
-        lines = [*lines[: room - 1], f"… {len(lines) - room + 1} more rows; enlarge the terminal or pass --nodes"]
+        lines = [
+            *lines[: room - 1],
+            f"… {len(lines) - room + 1} more rows; enlarge the terminal, or pass --nodes or --filter",
+        ]
     stamp = time.strftime("%H:%M:%S")
     head = elide(f"{stamp}  every {interval_s:g} s, ctrl-C ends", context.width or 80)
     body = "".join(f"{line}\x1b[K\r\n" for line in [head, *lines, blank])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import secrets
 import shlex
@@ -145,11 +144,9 @@ class _Output:
 
 def _show_status(context: Context, nodes: Sequence[Node]) -> Snapshot:
     """Print the current table of the simulated nodes."""
-    with contextlib.closing(context.fleet(nodes)) as fleet:
-        fleet.start()
-        snapshot = status_command.settled(fleet, context)
-    print("\n".join(status_command.table(snapshot, context.width, colour=context.colour)), flush=True)
-    return snapshot
+    scene = status_command.read(nodes, context)
+    print("\n".join(status_command.table(scene, context.width, colour=context.colour)), flush=True)
+    return scene.snapshot
 
 
 def _claims(context: Context, lease: str) -> list[Path]:
