@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import signal
+import subprocess
 from datetime import datetime
 
 from tests.integration.here import Here, here
@@ -34,10 +37,31 @@ def test_a_lease_is_listed_with_its_owner_gpu_and_end(here: Here) -> None:
     span_s = (datetime.fromisoformat(found["until"]) - datetime.fromisoformat(found["from"])).total_seconds()
     assert 599 < span_s < 601
     shown = here.run("leases").stdout.splitlines()
-    assert shown[0].split() == ["LEASE", "OWNER", "GPUS", "LEFT", "FROM", "HOLDER", "WHAT"]
+    assert shown[0].split() == [
+        "LEASE", "OWNER", "GPUS", "UNTIL", "LEFT", "FLAGS", "FROM", "HOLDER", "PURPOSE",
+    ]  # fmt: skip
     assert shown[1].startswith(lease)
     assert shown[1].endswith("detached  abl[31mation")
     assert here.json("status", "--json")["nodes"][0]["gpus"][0]["leases"] == [lease]
+
+
+def test_leases_of_one_user_and_as_csv(here: Here) -> None:
+    lease = take(here, "--purpose", '=1+1, "x"')
+    [found] = here.json("leases", "--json", "--mine")["leases"]
+    for args in (("--mine",), ("--user", "me"), ("--user", found["owner"])):
+        assert here.run("leases", *args).stdout.splitlines()[1].split()[0] == lease
+    assert here.json("leases", "--user", "nobody", "--json")["leases"] == []
+    assert here.run("leases", "--user", "nobody").stdout == "no leases of nobody\n"
+    done = subprocess.run(here.command("leases", "--format", "csv"), env=here.env, capture_output=True, timeout=90)
+    assert (done.returncode, done.stderr, done.stdout.count(b"\r\n")) == (0, b"", 2)
+    [record] = csv.DictReader(io.StringIO(done.stdout.decode(), newline=""), strict=True)
+    assert {name: record[name] for name in ("lease", "owner", "gpu_count", "flags", "holder_pid", "purpose")} == {
+        "lease": lease, "owner": found["owner"], "gpu_count": "1", "flags": "", "holder_pid": "",
+        "purpose": "'=1+1, \"x\"",
+    }  # fmt: skip
+    assert here.run("leases", "--mine", "--user", "x").returncode == 2
+    [gpu] = here.json("status", "--json", "--user", "me")["nodes"][0]["gpus"]
+    assert gpu["leases"] == [lease]
 
 
 def test_renew_moves_the_end(here: Here) -> None:

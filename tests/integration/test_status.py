@@ -149,7 +149,7 @@ def test_csv_is_read_back_with_hostile_names(here: Here) -> None:
     user = here.json("status", "--json")["nodes"][0]["gpus"][1]["processes"][0]["user"]
     assert [row["users"] for row in found[1:]] == [user] * 3
     chosen = here.run("status", "--format=csv", "--columns=index,mem", "--sort=gpu,desc").stdout.splitlines()
-    assert chosen[:2] == ["gpu,mig_device,memory_used_bytes,memory_total_bytes", f"3,,{0},{80 * GIB}"]
+    assert chosen[:2] == ["gpu,mig_device,memory_used_bytes,memory_total_bytes", f"3,,0,{80 * GIB}"]
 
 
 def test_filters_apply_to_the_table_and_json(here: Here) -> None:

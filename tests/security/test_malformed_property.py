@@ -20,6 +20,7 @@ from msgspec import inspect as types
 
 from gpuboard.board.history import History
 from gpuboard.board.scene import Place, Scene
+from gpuboard.board.tables.held import held
 from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.cli.reserve.leases import table as lease_table
 from gpuboard.cli.see.status import table
@@ -262,7 +263,8 @@ def test_a_picture_can_be_made_of_whatever_is_well_formed(data: st.DataObject) -
                 assert builder.snapshot([facts, honest], at) == seen
         claims = {"liar": node_claims(facts, {}), "honest": []}
         found = ledger.leases_of(claims, {}, time.time())
-        lease_table(LeaseList(1, "", found), 100, colour=False)
+        leases = LeaseList(1, "", found)
+        lease_table(held(Scene(seen, leases, uids={})), leases, 100, colour=False)
         ledger.mine(claims, {"liar": 0})
         reachable_addresses({node.name: node.addresses for node in seen.nodes}, {})
         shown, history = scene(*seen.nodes, leases=found), History()

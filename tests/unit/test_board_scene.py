@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from gpuboard.board.arrange import users_of
-from gpuboard.board.filter.leases import held
+from gpuboard.board.tables.held import held
 from gpuboard.model.snapshot import ProcessView
 from tests.board import made
 

@@ -15,10 +15,11 @@ from gpuboard.board.dialogs.base import Confirm, Dialog, Field, duration
 from gpuboard.board.dialogs.launch import open_launch
 from gpuboard.board.dialogs.request_form import lasting, local, places_words
 from gpuboard.board.dialogs.reserve import open_reserve
-from gpuboard.board.filter.leases import LEASES, HeldLease, held, holder_words
+from gpuboard.board.filter.leases import LEASES, holder_words
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import FilteredScreen
 from gpuboard.board.screens.watches import open_watch
+from gpuboard.board.tables.held import HeldLease, held
 from gpuboard.board.text.detail import timeline
 from gpuboard.board.text.rows import Runs, share
 from gpuboard.board.widgets.footer import Footer

@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
+from collections.abc import Sequence
 
 import msgspec
 
+from gpuboard.board.dialogs.request_form import local
+from gpuboard.board.scene import Scene
+from gpuboard.board.tables.held import HeldLease, held
 from gpuboard.cli.context import Context
+from gpuboard.cli.csv_output import write
 from gpuboard.cli.see.status import no_node_reached, settled
+from gpuboard.cli.stderr import report
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.errors import NoNodeReached
 from gpuboard.model.lease import Lease, LeaseList, gpus_text
@@ -17,24 +24,36 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
 NAME = "leases"
-HELP = "list leases: owner, GPUs, time left, holder"
+HELP = "list leases: owner, GPUs, end, time left, holder"
 
 COLUMNS = (
-    Column("LEASE"), Column("OWNER"), Column("GPUS"), Column("LEFT", right=True), Column("FROM"), Column("HOLDER"),
-    Column("WHAT"),
+    Column("LEASE"), Column("OWNER"), Column("GPUS"), Column("UNTIL"), Column("LEFT", right=True), Column("FLAGS"),
+    Column("FROM"), Column("HOLDER"), Column("PURPOSE"),
 )  # fmt: skip
-_LEASE, _OWNER, _GPUS, _LEFT, _FROM, _HOLDER, _WHAT = range(len(COLUMNS))
+_LEASE, _OWNER, _GPUS, _UNTIL, _LEFT, _FLAGS, _FROM, _HOLDER, _PURPOSE = range(len(COLUMNS))
 STEPS = (
-    Step(_WHAT, 16), Step(_GPUS, 24), Step(_FROM, 0), Step(_OWNER, 12), Step(_HOLDER, 14), Step(_GPUS, 12),
-    Step(_HOLDER, 0), Step(_WHAT, 6), Step(_OWNER, 6),
+    Step(_PURPOSE, 16), Step(_GPUS, 24), Step(_FROM, 0), Step(_OWNER, 12), Step(_HOLDER, 14), Step(_GPUS, 12),
+    Step(_FLAGS, 16), Step(_HOLDER, 0), Step(_UNTIL, 0), Step(_PURPOSE, 6), Step(_OWNER, 6), Step(_FLAGS, 8),
+)  # fmt: skip
+_FIELDS = (
+    "lease", "owner", "uid", "gpus", "gpu_count", "from", "until", "remaining_seconds", "flags", "host", "holder_pid",
+    "job", "purpose",
 )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    kind.add_argument(
+        "--format", choices=("table", "csv", "json"), default="table", help="csv: for spreadsheets, RFC 4180"
+    )
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument("--mine", action="store_true", help="list only your own leases")
+    whose.add_argument("--user", metavar="U", help="list only the leases of U; me: your own")
     parser.epilog = (
-        "examples:\n  gpuboard leases\n  gpuboard leases --json | jq -r '.leases[] | select(.owner == \"alice\").id'"
+        "examples:\n  gpuboard leases --mine\n  gpuboard leases --format csv > leases.csv\n"
+        "  gpuboard leases --json | jq -r '.leases[] | select(.owner == \"alice\").id'"
     )
 
 
@@ -44,43 +63,74 @@ def run(args: argparse.Namespace, context: Context) -> int:
     with context.ledger(lambda: scope) as ledger, contextlib.closing(context.fleet(scope.nodes)) as fleet:
         fleet.start()
         snapshot = settled(fleet, context)
-        found = ledger.leases(fleet, snapshot, fresh=True)
-    if args.json:
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+        scene = Scene(snapshot, ledger.leases(fleet, snapshot, fresh=True), uids=fleet.uids())
+    mine = args.mine or args.user == "me"
+    found = [
+        one
+        for one in held(scene)
+        if (one.mine or not mine) and (mine or args.user is None or one.lease.owner == args.user)
+    ]
+    whose = "" if len(found) == len(scene.leases.leases) else " of yours" if mine else f" of {clean(args.user, 64)}"
+    if args.json or args.format == "json":
+        listed = msgspec.structs.replace(scene.leases, leases=[one.lease for one in found])
+        sys.stdout.buffer.write(msgspec.json.encode(listed) + b"\n")
+    elif args.format == "csv":
+        write(_FIELDS, (_record(one) for one in found))
+        for line in _unread(scene.leases):
+            report(line)
     else:
-        for line in table(found, context.width, colour=context.colour):
+        for line in table(found, scene.leases, context.width, whose=whose, colour=context.colour):
             print(line)
     return NoNodeReached.exit_code if no_node_reached(snapshot) else 0
 
 
-def table(found: LeaseList, width: int | None, *, colour: bool) -> list[str]:
-    """Return the lines of the table. ``width`` in terminal cells; None: no limit."""
-    lines = ["no leases" + (" on the nodes that were read" if found.unread else "")]
-    if found.leases:
-        lines = render(COLUMNS, [_row(lease) for lease in found.leases], STEPS, width, colour=colour)
-    if found.unread:
-        from gpuboard.nodesets import fold  # 30 ms: only for unread nodes
-
-        unread = fold(clean(name, 64) for name in found.unread)
-        lines.append(f"not read, so leases there are not listed: {unread}; `gpuboard status` shows why")
-    return lines
+def table(
+    found: Sequence[HeldLease], whole: LeaseList, width: int | None, *, whose: str = "", colour: bool
+) -> list[str]:
+    """Return the lines of the table: ``found`` of all leases. ``width`` in terminal cells; None: no limit."""
+    lines = [f"no leases{whose}" + (" on the nodes that were read" if whole.unread else "")]
+    if found:
+        now = time.time()
+        lines = render(COLUMNS, [_row(one, now) for one in found], STEPS, width, colour=colour)
+    return [*lines, *_unread(whole)]
 
 
-def _row(lease: Lease) -> Row:
-    what = clean(lease.purpose)
-    if lease.flags:
-        what = f"{'+'.join(lease.flags)}; {what}" if what else "+".join(lease.flags)
+def _unread(whole: LeaseList) -> list[str]:
+    if not whole.unread:
+        return []
+    from gpuboard.nodesets import fold  # 30 ms: only for unread nodes
+
+    unread = fold(clean(name, 64) for name in whole.unread)
+    return [f"not read, so leases there are not listed: {unread}; `gpuboard status` shows why"]
+
+
+def _row(one: HeldLease, now: float) -> Row:
+    lease, marks = one.lease, one.marks
     return Row(
         (
             Cell(clean(lease.id, 32)),
             Cell(clean(lease.owner, 64)),
             Cell(gpus_text(lease.gpus)),
+            Cell(local(one.until, now)),
             Cell(format_duration(lease.remaining_s)),
+            Cell(
+                clean("".join(words for words, _ in marks)), "1;31" if any(role == "bad" for _, role in marks) else "35"
+            ),
             Cell(clean(lease.host, 64)),
             Cell(_holder(lease)),
-            Cell(what, "35" if lease.flags else ""),
+            Cell(clean(lease.purpose)),
         )
     )
+
+
+def _record(one: HeldLease) -> tuple[str | int | float | None, ...]:
+    lease = one.lease
+    flags = [*lease.flags, *(["rogue"] if one.rogues else []), *(["idle"] if one.idle else [])]
+    return (
+        lease.id, lease.owner, lease.uid, gpus_text(lease.gpus), len(lease.gpus), lease.since, lease.until,
+        round(lease.remaining_s), " ".join(flags), lease.host, lease.holder.pid if lease.holder else None, lease.job,
+        lease.purpose,
+    )  # fmt: skip
 
 
 def _holder(lease: Lease) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import pwd
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from gpuboard.board.arrange import SORTS, ViewState, arrange
-from gpuboard.board.filter.query import Query, QueryError, parse
+from gpuboard.board.arrange import SORTS, Matches, ViewState, arrange
+from gpuboard.board.filter.query import QueryError, parse
 from gpuboard.board.scene import Place, Scene
 from gpuboard.cli.see.columns import named
 from gpuboard.errors import UsageError
@@ -38,16 +41,16 @@ class Selection:
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises UsageError for an invalid filter, user or key."""
-        self._queries: list[Query] = []
+        self._tests: list[Matches] = []
         if args.filter:
             try:
-                self._queries.append(parse(args.filter))
+                self._tests.append(parse(args.filter).matches)
             except QueryError as error:
                 raise UsageError(f"--filter: {error}") from None
         if args.user:
-            self._queries.append(parse(_term_of(args.user)))
+            self._tests.append(_is_mine if args.user == "me" else _of_user(args.user))
         if args.free:
-            self._queries.append(parse("state:free"))
+            self._tests.append(parse("state:free").matches)
         self._free: bool = args.free
         self._view = ViewState()
         if args.sort:
@@ -60,7 +63,7 @@ class Selection:
     @property
     def filters(self) -> bool:
         """Whether any GPU may be left out."""
-        return bool(self._queries)
+        return bool(self._tests)
 
     @property
     def sorts(self) -> bool:
@@ -83,7 +86,7 @@ class Selection:
         return [row for row in arrange(scene, self._view) if isinstance(row, Place)]
 
     def _matches(self, node: NodeView, gpu: GpuView | None, scene: Scene) -> bool:
-        return all(query.matches(node, gpu, scene) for query in self._queries)
+        return all(holds(node, gpu, scene) for holds in self._tests)
 
     def _part(self, gpu: GpuView) -> GpuView:
         """Return a GPU without the MIG devices that --free leaves out."""
@@ -92,8 +95,29 @@ class Selection:
         return msgspec.structs.replace(gpu, mig=[mig for mig in gpu.mig if mig.state == "free"])
 
 
-def _term_of(user: str) -> str:
-    """Return the filter's term for one user by full name."""
+def _of_user(user: str) -> Matches:
+    """Return whether GPUs belong to a user, by full name. Raises UsageError."""
     if '"' in user:
         raise UsageError(f"--user: {quoted(user)} is not a user's name")
-    return "user:me" if user == "me" else f'user="{user}"'
+    return parse(f'user="{user}"').matches
+
+
+def _is_mine(node: NodeView, gpu: GpuView | None, scene: Scene) -> bool:
+    """Return whether the caller holds or uses a GPU or one of its MIG devices; uids can differ between nodes."""
+    if gpu is None:
+        return False
+    uid = scene.uids.get(node.name)
+    uuids = (gpu.uuid, *(mig.uuid for mig in gpu.mig))
+    jobs = [*gpu.jobs, *(job for mig in gpu.mig for job in mig.jobs)]
+    return (
+        any(scene.is_mine(lease) for uuid in uuids for lease in scene.leases_on(uuid))
+        or any(process.uid is not None and process.uid == uid for process in gpu.processes or ())
+        or any(job.user == own_name() for job in jobs)
+    )
+
+
+def own_name() -> str:
+    """Return the caller's name on this machine, as Slurm has it; "" if it has none."""
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(os.geteuid()).pw_name
+    return ""

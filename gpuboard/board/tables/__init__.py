@@ -1,0 +1,1 @@
+"""The content of tables, for the board and for commands. Pure."""
