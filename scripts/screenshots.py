@@ -28,6 +28,7 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.launch_process import LaunchForm
 from gpuboard.board.scene import Scene
+from gpuboard.board.terminal.screenshot import plain
 from gpuboard.cli.setup import demo_board
 from gpuboard.cluster.simulated import living_nodes
 from gpuboard.cluster.simulated_script import uid
@@ -306,14 +307,6 @@ def draw(name: str, env: Mapping[str, str], clock: Clock) -> str:
             return app.export_screenshot(title=f"gpuboard demo: {name}")
 
     return plain(asyncio.run(story()))
-
-
-def plain(svg: str) -> str:
-    """Return an SVG that asks no other host for fonts."""
-    svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"\s*<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = svg.replace("font-family: Fira Code, monospace", "font-family: ui-monospace, Menlo, Consolas, monospace")
-    return re.sub(r"[ \t]+$", "", svg.replace("font-family: arial", "font-family: sans-serif"), flags=re.MULTILINE)
 
 
 @contextmanager

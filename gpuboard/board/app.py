@@ -31,11 +31,12 @@ from gpuboard.board.screens.leases import LeasesScreen
 from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.screens.watches import Watches, WatchesScreen, open_watch
 from gpuboard.board.screens.welcome import welcome
+from gpuboard.board.terminal import screenshot
 from gpuboard.board.terminal.crash import report as crash_report
 from gpuboard.board.terminal.guard import Guard, is_utf8
 from gpuboard.board.terminal.key_queue import InOrder
 from gpuboard.board.terminal.line_filters import AsciiFilter, ColorlessFilter
-from gpuboard.board.terminal.textual_compat import CrashHookApp, SafePalette
+from gpuboard.board.terminal.textual_compat import CrashHookApp, SafePalette, screen_text
 from gpuboard.board.theme import themes
 from gpuboard.board.theme.styles import ASCII, UNICODE, Look
 from gpuboard.errors import GpuboardError
@@ -87,6 +88,8 @@ class BoardApp(CrashHookApp):
         Binding("ctrl+t", "theme", "Theme", id="app.theme", show=False),
         # priority: in dialogs, too
         Binding("ctrl+l", "redraw", "Redraw", id="app.redraw", show=False, priority=True),
+        Binding("ctrl+s", "save('svg')", "Save the screen as SVG", id="app.save-svg", show=False, priority=True),
+        Binding("alt+s", "save('txt')", "Save the screen as text", id="app.save-text", show=False, priority=True),
         Binding("ctrl+z", "suspend_process", "Suspend", id="app.suspend", show=False, priority=True),
     ]
     CSS = """
@@ -362,6 +365,15 @@ class BoardApp(CrashHookApp):
     def action_command_palette(self) -> None:
         if not isinstance(self.screen, CommandPalette):
             self.push_screen(SafePalette())
+
+    def action_save(self, kind: str) -> None:
+        """Save the screen in a file of the current folder, as ``svg`` or ``txt``."""
+        title = getattr(self.screen, "TITLE_WORDS", "") or "dialog"
+        picture = screenshot.plain(self.export_screenshot(title="gpuboard")) if kind == "svg" else screen_text(self)
+        self.ask(
+            lambda: screenshot.save(picture, title, kind, self.core.env),
+            lambda path: self.notify(str(path), title="Saved", timeout=12, markup=False),
+        )
 
     def action_redraw(self) -> None:
         """Redraw the whole screen: another program may have written on it."""

@@ -68,8 +68,10 @@ async def test_a_click_on_a_count_of_the_header_shows_only_these(tmp_path: Path)
     async with opened(tmp_path, size=(160, 40)) as (app, shown, pilot):
         counts = screen(app).splitlines()
         for row, words, wanted in (
-            (1, "2 busy", "state:busy,occupied"), (0, "1 unreachable", "state:unreachable"), (1, "3 free", "state:free"),
-        ):  # fmt: skip
+            (1, "2 busy", "state:busy,occupied"),
+            (0, "1 unreachable", "state:unreachable"),
+            (1, "3 free", "state:free"),
+        ):
             await pilot.click(Summary, offset=(counts[row].index(words), row))
             await settle(pilot, lambda wanted=wanted: shown.view.filter == wanted)  # type: ignore[misc]
             assert shown.grid.has_focus

@@ -13,7 +13,8 @@ from textual.app import App
 from textual.command import CommandList
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.drivers.linux_driver import LinuxDriver
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Label
 
 import gpuboard.board
 from gpuboard.board.terminal import textual_compat as compat
@@ -35,6 +36,17 @@ async def test_a_sequence_is_written_to_a_terminal_alone(monkeypatch: pytest.Mon
         compat.write_to_terminal(app, "\x1b]9;x\x07")
         monkeypatch.undo()
     assert [data for data in written if data in {"before it runs", "headless", "\x1b]9;x\x07"}] == ["\x1b]9;x\x07"]
+
+
+async def test_the_text_of_a_screen_with_what_is_below_a_dialog() -> None:
+    app: App[int] = App()
+    async with app.run_test(size=(20, 3)) as pilot:
+        await app.screen.mount(Label("hidden\nbelow"))
+        dialog: ModalScreen[None] = ModalScreen()
+        await app.push_screen(dialog)
+        await dialog.mount(Label("above [x]", markup=False))
+        await pilot.pause()
+        assert compat.screen_text(app) == "above [x]\nbelow\n\n"
 
 
 async def test_a_screen_closes_but_is_not_closing_before_it_runs() -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import suppress
+from io import StringIO
 from typing import Any
 
+from rich.console import Console
 from textual.app import App
 from textual.command import CommandList, CommandPalette
 from textual.driver import Driver
@@ -28,6 +30,13 @@ def write_to_terminal(app: App[Any], sequence: str) -> None:
     """
     if app._driver is not None and not app.is_headless:
         app._driver.write(sequence)
+
+
+def screen_text(app: App[Any]) -> str:
+    """Return what is on the screen as text, a line a row; textual's own screenshots are SVG only."""
+    console = Console(file=StringIO(), width=app.size.width, height=app.size.height, force_terminal=True, record=True)
+    console.print(app.screen._compositor.render_update(full=True, screen_stack=app._background_screens))
+    return "".join(f"{line.rstrip()}\n" for line in console.export_text().splitlines())
 
 
 def is_closing(pump: MessagePump) -> bool:

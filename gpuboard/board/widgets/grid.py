@@ -28,6 +28,7 @@ from gpuboard.board.text.rows import (
     keys_of,
     line_of,
     row_runs,
+    runs_of,
     share,
     strip,
 )
@@ -42,6 +43,7 @@ __all__ = ["HEADER", "RIGHT", "Cell", "Column", "Grid", "LazyRows", "Row"]
 K = TypeVar("K")
 RIGHT = 3  # right mouse button; some terminals do not pass on ctrl-click
 HEADER = 1  # lines above the rows
+_COPIED_MOST = 74_994  # bytes: 100,000 in base64, which is the limit of many terminals; a part would be lost silently
 
 
 class Grid(Dragging, can_focus=True):
@@ -66,7 +68,9 @@ class Grid(Dragging, can_focus=True):
         Binding("space", "mark", "Select", id="grid.mark", show=False),
         Binding("shift+up", "mark_up", "Select upwards", id="grid.mark-up", show=False),
         Binding("shift+down", "mark_down", "Select downwards", id="grid.mark-down", show=False),
+        Binding("Y", "copy_list", "Copy the list", id="grid.copy", show=False),
     ]
+    DRAWN: ClassVar[frozenset[str]] = frozenset({"bar", "spark"})  # keys of columns that are pictures
 
     class RowMessage(Message, Generic[K]):
         """Base class of a grid's messages; ``key`` is a row's or a column's."""
@@ -212,6 +216,35 @@ class Grid(Dragging, can_focus=True):
             self.empty = empty
             if not self._rows:
                 self.refresh()
+
+    def tsv(self) -> str:
+        """Return all rows as tab-separated text below their titles, also columns that do not fit; no headings."""
+        kept = [index for index, column in enumerate(self.columns) if column.key not in self.DRAWN]
+        lines = [[self.columns[index].title for index in kept]]
+        for row in self._rows:
+            if not row.group:
+                cells = line_of(row).cells
+                lines.append(
+                    [self.plain(self.columns[index].key, cells[index]) for index in kept if index < len(cells)]
+                )
+        return "".join("\t".join(line) + "\n" for line in lines)
+
+    def plain(self, key: str, cell: Cell) -> str:
+        """Return a cell of the column ``key`` as text to copy."""
+        return " ".join("".join(text for text, _ in runs_of(cell, Style(), self._look)).split())
+
+    def action_copy_list(self) -> None:
+        """Copy all rows to the terminal's clipboard (OSC 52)."""
+        text, rows = self.tsv(), sum(not row.group for row in self._rows)
+        if len(text.encode()) > _COPIED_MOST:
+            words = (
+                f"{rows} rows are {len(text.encode()) >> 10} KiB, and terminals take {_COPIED_MOST >> 10}; filter them"
+            )
+            self.app.notify(words, title="Not copied", severity="warning", markup=False)
+            return
+        self.app.copy_to_clipboard(text)
+        words = f"{rows} row{'' if rows == 1 else 's'} as tab-separated text"
+        self.app.notify(words, title="Copied", markup=False)
 
     def redraw(self) -> None:
         """Redraw everything after the look has changed."""

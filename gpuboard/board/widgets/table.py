@@ -44,6 +44,12 @@ class GpuTable(Grid):
         self._utilization = utilization
         self._scene: Scene | None = None
 
+    def plain(self, key: str, cell: Cell) -> str:
+        """Return a cell as text to copy; the bar before the memory is left out."""
+        if key == "memory" and isinstance(cell.text, tuple):
+            cell = cell._replace(text=cell.text[-1:])
+        return super().plain(key, cell)
+
     def show(self, scene: Scene, items: Sequence[Item]) -> None:
         """Show the rows of ``arrange`` for a scene."""
         self._scene = scene

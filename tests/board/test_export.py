@@ -1,0 +1,130 @@
+"""What leaves the board: pictures of the screen in files, lists on the clipboard."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from html import unescape
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from gpuboard.board.app import BoardApp
+from gpuboard.board.terminal import screenshot
+from gpuboard.board.widgets.grid import Grid
+from gpuboard.errors import GpuboardError
+from tests.board import lab, made
+from tests.board.made import busy, gpu, lease, mig, node, scene, still, unread
+
+CLUSTER = scene(
+    node("gpu1", [busy("gpu1", 0), gpu("gpu1", 1, "reserved", reason="alice, 3h10m left"), mig("gpu1", 2, "free")]),
+    unread("gpu2"),
+    leases=[lease("k3f9", "alice", [("gpu1", 1)])],
+)
+
+
+async def saved(app: BoardApp, pilot: Pilot[int], *keys: str) -> str:
+    """Press keys; return the toast about the file that they save."""
+    before = len(lab.toasts(app))
+    await pilot.press(*keys)
+    await lab.settle(pilot, lambda: len(lab.toasts(app)) > before)
+    return lab.toasts(app)[-1]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
+async def test_the_screen_is_saved_as_a_picture_and_as_text(
+    size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    async with still(tmp_path, CLUSTER, size) as (app, pilot):
+        shown = lab.screen(app)
+        toast = await saved(app, pilot, "ctrl+s")
+        [picture] = here.glob("gpuboard-cluster-*.svg")
+        assert toast == f"Saved: {picture}"
+        assert picture.stat().st_mode & 0o777 == 0o600
+        svg = picture.read_text()
+        words = " ".join(unescape(text) for text in re.findall(r"<text [^>]*>([^<]*)</text>", svg)).replace("\xa0", " ")
+        assert "no answer in 5 s" in words
+        assert re.findall(r"https?://[^\s\"')]+", svg) == ["http://www.w3.org/2000/svg"]
+        await pilot.press("l")
+        await pilot.pause()
+        shown = lab.screen(app)
+        app.clear_notifications()
+        await saved(app, pilot, "alt+s")
+        [text] = here.glob("gpuboard-leases-*.txt")
+        lines = text.read_text().splitlines()
+        assert (len(lines), [line for line in shown.splitlines() if "k3f9" in line]) == (
+            size[1], [line for line in lines if "k3f9" in line],
+        )  # fmt: skip
+
+
+async def test_a_dialog_is_saved_with_the_screen_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with still(tmp_path, CLUSTER, (120, 40)) as (app, pilot):
+        await pilot.press("y")
+        await saved(app, pilot, "alt+s")
+        [text] = tmp_path.glob("gpuboard-dialog-*.txt")
+        assert "Copy for gpu1:0" in text.read_text()
+        assert "gpu2" in text.read_text()
+
+
+def test_a_picture_never_replaces_a_file_and_goes_to_the_state_folder_at_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
+    monkeypatch.setattr(time, "strftime", lambda _: "20260131-120000")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpuboard-gpu-20260131-120000.svg").write_text("mine")
+    (tmp_path / "gpuboard-gpu-20260131-120000-2.svg").symlink_to(tmp_path / "elsewhere")
+    assert screenshot.save("<svg/>", "GPU", "svg", env) == tmp_path / "gpuboard-gpu-20260131-120000-3.svg"
+    assert (tmp_path / "gpuboard-gpu-20260131-120000.svg").read_text() == "mine"
+    assert not (tmp_path / "elsewhere").exists()
+    monkeypatch.chdir("/proc/self")  # nobody can make a file there
+    path = screenshot.save("text", "../GPU", "txt", env)
+    assert path == tmp_path / "state" / "gpuboard" / "screenshots" / "gpuboard-gpu-20260131-120000.txt"
+    assert path.read_text() == "text"
+    with pytest.raises(GpuboardError, match=r"the screen was not saved: /proc/\d+: .*; /proc/nowhere/.*: .*; start"):
+        screenshot.save("text", "GPU", "txt", {"HOME": str(tmp_path), "XDG_STATE_HOME": "/proc/nowhere"})
+
+
+async def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with still(tmp_path, CLUSTER, (120, 40)) as (app, pilot):
+        monkeypatch.chdir("/proc/self")
+        (tmp_path / "home" / "state").mkdir(exist_ok=True)
+        os.rename(tmp_path / "home" / "state", tmp_path / "home" / "gone")
+        (tmp_path / "home" / "state").write_text("a file")
+        toast = await saved(app, pilot, "ctrl+s")
+        assert toast.startswith(": the screen was not saved: /proc/")
+        assert [note.severity for note in app._notifications] == ["error"]
+
+
+async def test_a_list_is_copied_with_all_its_columns_as_tab_separated_text(tmp_path: Path) -> None:
+    async with still(tmp_path, CLUSTER, (80, 24)) as (app, pilot):
+        await pilot.press("t", "Y")
+        rows = [line.split("\t") for line in app.clipboard.splitlines()]
+        assert rows[0] == ["Node", "GPU", "Model", "Memory", "Util", "Power", "Temp", "User", "Age", "State", "Reason"]
+        assert rows[1] == [
+            "gpu1", "0", "H100 80GB", "60/80G", "90%", "540W", "64°C", "bob", "1s", "B busy", "bob: python (pid 4000)",
+        ]  # fmt: skip
+        assert [row[:3] for row in rows[2:]] == [
+            ["gpu1", "1", "H100 80GB"], ["gpu1", "2", "H100 80GB"], ["", "MIG", "3g.40gb"],
+            ["gpu2", "?", "ssh: no answer in 5 s"],
+        ]  # fmt: skip
+        assert lab.told(app, "Copied: 5 rows as tab-separated text")
+        await pilot.press("l")
+        await pilot.pause()
+        await pilot.press("Y")
+        titles, values = (line.split("\t") for line in app.clipboard.splitlines())
+        assert (titles[:3], values[:3]) == (["Lease", "Owner", "GPUs"], ["k3f9", "alice", "gpu1:1"])
+
+
+async def test_a_list_too_long_for_terminals_is_not_copied(tmp_path: Path) -> None:
+    async with still(tmp_path, made.crowd(200), (80, 24)) as (app, pilot):
+        await pilot.press("t", "Y")
+        assert lab.told(app, "Not copied: 1600 rows are ", "filter them")
+        assert app.clipboard == ""
+        assert len(app.screen.query_one("#table", Grid).tsv().splitlines()) == 1601
