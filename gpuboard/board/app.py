@@ -248,6 +248,7 @@ class BoardApp(CrashHookApp):
         theme: str | None = None,
         view: ViewState | None = None,
         span: str | None = None,
+        columns: tuple[str, ...] | None = None,
         filters: Sequence[preferences.SavedFilter] | None = None,
     ) -> None:
         """Keep a choice for the next start; saved after a debounce, in the background."""
@@ -256,6 +257,7 @@ class BoardApp(CrashHookApp):
             theme=theme or old.theme,
             view=view or old.view,
             span=span or old.span,
+            columns=old.columns if columns is None else columns,
             filters=old.filters if filters is None else tuple(filters),
         )
         if new == old:

@@ -33,6 +33,7 @@ class Preferences(msgspec.Struct, frozen=True):
     view: ViewState = ViewState()
     span: str = FIVE_MINUTES.name  # of the graphs, one of SPANS
     filters: tuple[SavedFilter, ...] = ()
+    columns: tuple[str, ...] = ()  # of the table, as tables/columns.py reads them; none: the usual ones
 
 
 def path(env: Mapping[str, str]) -> Path:

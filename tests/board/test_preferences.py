@@ -20,6 +20,7 @@ OTHER = Preferences(
     theme="light",
     view=ViewState(view="table", sort="power", reverse=True, group="model", filter="a b"),
     span="24 h",
+    columns=("node", "user:14", "reason"),
 )
 
 

@@ -17,12 +17,14 @@ from textual.containers import Horizontal
 
 from gpuboard.board.arrange import GROUPS, SORTS, NodeRow, ViewState, arrange, arrange_nodes, natural, pane_of
 from gpuboard.board.dialogs.base import Choose
+from gpuboard.board.dialogs.columns import open_columns
 from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.gpu_actions import ActingScreen
 from gpuboard.board.overview.facts import Gatherer
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.screens.base import FilteredScreen
 from gpuboard.board.screens.gpu import GpuPanel
+from gpuboard.board.tables.columns import choices
 from gpuboard.board.text.cells import fit, width
 from gpuboard.board.text.format import FLAG_MARKS, flag_role
 from gpuboard.board.text.overview import free_lines
@@ -65,6 +67,7 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         Binding("s", "sort", "Sort", id="cluster.sort"),
         Binding("S", "reverse", "Reverse order", id="cluster.reverse", show=False),
         Binding("g", "group", "Group", id="cluster.group"),
+        Binding("C", "columns", "Columns", id="cluster.columns", show=False),
         Binding("n", "node", "Node", id="cluster.node", show=False),
         Binding("p", "pane", "Detail pane", id="cluster.pane", show=False),
         Binding("escape", "clear", "Clear filter/selection", id="cluster.clear", show=False),
@@ -97,6 +100,7 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         self.view = self.board.preferences.view
         self.field.put(self.view.filter)
         self._single = len(self.board.core.nodes) == 1
+        self.query_one("#table", GpuTable).choose(choices(self.board.preferences.columns))
         self._switch()
         self.grid.set_empty(f"Reading {len(self.board.core.nodes)} nodes")
         self.set_focus(self.grid)
@@ -328,6 +332,12 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         """Switch between picture and table."""
         with self._cursor_kept():
             self._change(view="table" if self.view.view == "picture" else "picture")
+
+    def action_columns(self) -> None:
+        """Choose, order and size the columns of the table."""
+        if self.view.view != "table":
+            self.action_view()
+        open_columns(self.board, self.query_one("#table", GpuTable))
 
     @contextmanager
     def _cursor_kept(self) -> Iterator[None]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from gpuboard.board.arrange import Group, age_of, key_of
+from gpuboard.board.arrange import Group, age_of, key_of, users_of
 from gpuboard.board.arrange import Row as Item
 from gpuboard.board.scene import Place, Scene
-from gpuboard.board.text.cells import width
-from gpuboard.board.text.format import UNKNOWN, age, pair, percent, short_model
+from gpuboard.board.tables.columns import BAR, SPARK, Choice, layout
+from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_beside, short_model
 from gpuboard.board.text.gpu_row import (
     Device,
     Shown,
@@ -27,10 +27,6 @@ from gpuboard.board.text.plots import bar, spark
 from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.model.snapshot import NodeView
 
-_BAR = 4
-_SPARK = 10
-_NAME_LEAST, _NAME_MOST = 6, 20
-
 Utilization = Callable[[str, int], Sequence[int | None]]  # a GPU's newest samples, as History.utilization
 
 
@@ -43,6 +39,9 @@ class GpuTable(Grid):
         super().__init__((), marks=True, id=id)
         self._utilization = utilization
         self._scene: Scene | None = None
+        self._items: Sequence[Item] = ()
+        self._chosen: tuple[Choice, ...] = ()
+        self._named = True  # whether there is a column with the users
 
     def plain(self, key: str, cell: Cell) -> str:
         """Return a cell as text to copy; the bar before the memory is left out."""
@@ -50,31 +49,36 @@ class GpuTable(Grid):
             cell = cell._replace(text=cell.text[-1:])
         return super().plain(key, cell)
 
+    @property
+    def chosen(self) -> tuple[Choice, ...]:
+        """The columns that the user has chosen; none: the usual ones."""
+        return self._chosen
+
+    def choose(self, chosen: Sequence[Choice]) -> None:
+        """Show these columns from now on."""
+        self._chosen = tuple(chosen)
+        if self._scene is not None:
+            self.show(self._scene, self._items)
+
+    def width_of(self, key: str) -> int:
+        """Return the cells of a column; 0: it is not shown."""
+        return next((size for index, size in self._widths.items() if self.columns[index].key == key), 0)
+
     def show(self, scene: Scene, items: Sequence[Item]) -> None:
         """Show the rows of ``arrange`` for a scene."""
-        self._scene = scene
-        self._lay_out(scene)
+        self._scene, self._items = scene, items
+        self.set_columns(self._laid_out(scene))
         self.set_rows(LazyRows(with_devices(items), row_key, self._row))
 
-    def _lay_out(self, scene: Scene) -> None:
-        """Set the columns. Keys are those of ``arrange.SORTS``; ``_gpu`` and ``_device`` give a cell for each."""
-        name = max((width(node.name) for node in scene.snapshot.nodes), default=0)
-        self.set_columns(
-            (
-                Column("node", "Node", min(max(name, _NAME_LEAST), _NAME_MOST)),
-                Column("index", "GPU", 3, right=True),
-                Column("model", "Model", 12, drop=5),
-                Column("memory", "Memory", _BAR + 9),
-                Column("utilization", "Util", 4, right=True),
-                Column("spark", "", _SPARK, drop=6),
-                Column("power", "Power", 5, right=True, drop=4),
-                Column("temperature", "Temp", 5, right=True, drop=3),
-                Column("user", "User", 10),
-                Column("age", "Age", 4, right=True, drop=2),
-                Column("state", "State", 12),
-                Column("reason", "Reason", 0, weight=1, least=16, drop=1),
-            )
-        )
+    def _laid_out(self, scene: Scene) -> tuple[Column, ...]:
+        return layout(scene, self.scrollable_content_region.width - self._indent, self._chosen)
+
+    def _share(self) -> None:
+        """Choose the columns for a new width, too: it may be known only when the first line is drawn."""
+        if self._scene is not None:
+            self.columns = self._laid_out(self._scene)
+        self._named = any(column.key == "user" for column in self.columns)
+        super()._share()
 
     def _row(self, item: Shown) -> Row:
         if isinstance(item, Group):
@@ -84,52 +88,97 @@ class GpuTable(Grid):
         if isinstance(item, NodeView):
             error = item.error or "no GPU found"
             words = Cell(f"connecting: {error}" if item.connecting else error, trouble_role(item), rest=True)
+            if self.columns[0].key != "node":
+                return Row(key_of(item), (words._replace(text=f"{item.name}  {words.text}"),))
+            if len(self.columns) == 1 or self.columns[1].key != "index":
+                return Row(key_of(item), (Cell(item.name), words))
             return Row(key_of(item), (Cell(item.name), Cell(UNKNOWN, "unknown"), words))
         return Row(item.gpu.uuid, partial(self._gpu, item), dim=item.node.state != "up")
 
     def _gpu(self, place: Place) -> Sequence[Cell]:
-        assert self._scene is not None  # rows come with their scene
+        return [self._gpu_cell(column.key, place) for column in self.columns]
+
+    def _gpu_cell(self, key: str, place: Place) -> Cell:
         node, gpu = place.node, place.gpu
-        glyphs = self._look.glyphs
-        return (
-            Cell(node.name),
-            Cell(str(gpu.index)),
-            Cell(short_model(gpu.name)),
-            self._memory(gpu.memory_used, gpu.memory_total, gpu.state),
-            known(percent(gpu.utilization)),
-            Cell(spark(self._utilization(gpu.uuid, _SPARK), _SPARK, glyphs), "dim"),
-            known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W"),
-            degrees(gpu),
-            Cell(*owner(gpu, self._scene)),
-            _age(age_of(node, gpu)),
-            Cell(state_runs(gpu)),
-            Cell(gpu.reason, "dim" if gpu.state == "free" else ""),
-        )
+        match key:
+            case "node":
+                return Cell(node.name)
+            case "index":
+                return Cell(str(gpu.index))
+            case "model":
+                return Cell(short_model(gpu.name))
+            case "memory":
+                return self._memory(gpu.memory_used, gpu.memory_total, gpu.state)
+            case "utilization":
+                return known(percent(gpu.utilization))
+            case "spark":
+                return Cell(spark(self._utilization(gpu.uuid, SPARK), SPARK, self._look.glyphs), "dim")
+            case "power":
+                return known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W")
+            case "temperature":
+                return degrees(gpu)
+            case "user":
+                assert self._scene is not None  # rows come with their scene
+                return Cell(*owner(gpu, self._scene))
+            case "lease":
+                return Cell(", ".join(gpu.leases))
+            case "job":
+                return Cell(", ".join(job.id for job in gpu.jobs))
+            case "age":
+                return _age(age_of(node, gpu))
+            case "state":
+                return Cell(state_runs(gpu))
+            case "command":
+                return Cell(max(gpu.processes, key=lambda each: each.memory or 0).command if gpu.processes else "")
+            case "uuid":
+                return Cell(gpu.uuid)
+        return self._reason(place)
+
+    def _reason(self, place: Place) -> Cell:
+        """Return the reason, with the age of a stale reading and without the user beside it."""
+        node, gpu = place.node, place.gpu
+        assert self._scene is not None  # rows come with their scene
+        words = reason_beside(gpu.reason, users_of(gpu, self._scene)) if self._named else gpu.reason
+        if node.state == "stale" and gpu.state != "unknown":  # an unknown one has it in the reason
+            words = f"{age(age_of(node, gpu))} old: {words}"
+        return Cell(words, "dim" if gpu.state == "free" else "")
 
     def _device(self, device: Device) -> Sequence[Cell]:
-        node, gpu = device.place.node, device.place.gpu
+        return [self._device_cell(column.key, device) for column in self.columns]
+
+    def _device_cell(self, key: str, device: Device) -> Cell:
         mig = device.mig
-        assert self._scene is not None  # as above
-        return (
-            Cell("", ""),
-            Cell("MIG", "dim"),
-            Cell(mig.profile),
-            self._memory(mig.memory_used, mig.memory_total, mig.state),
-            Cell("-", "dim"),  # NVML has no utilization of MIG devices
-            Cell(""),
-            Cell("-", "dim"),
-            Cell("-", "dim"),
-            device_owner(mig, self._scene),
-            _age(age_of(node, gpu)),
-            device_state(mig),
-            Cell(mig.reason, "dim" if mig.state == "free" else ""),
-        )
+        match key:
+            case "index":
+                return Cell("MIG", "dim")
+            case "model":
+                return Cell(mig.profile)
+            case "memory":
+                return self._memory(mig.memory_used, mig.memory_total, mig.state)
+            case "utilization" | "power" | "temperature":
+                return Cell("-", "dim")  # NVML does not have them of MIG devices
+            case "user":
+                assert self._scene is not None  # as above
+                return device_owner(mig, self._scene)
+            case "lease":
+                return Cell(", ".join(mig.leases))
+            case "job":
+                return Cell(", ".join(job.id for job in mig.jobs))
+            case "age":
+                return _age(age_of(device.place.node, device.place.gpu))
+            case "state":
+                return device_state(mig)
+            case "uuid":
+                return Cell(mig.uuid)
+            case "reason":
+                return Cell(mig.reason, "dim" if mig.state == "free" else "")
+        return Cell("")
 
     def _memory(self, used: int | None, total: int | None, state: str) -> Cell:
         part = None if used is None or not total else used / total
         if part is None:
-            return Cell(((" " * _BAR + " ", ""), (pair(used, total, 3), "unknown")))
-        return Cell(((bar(part, _BAR, self._look.glyphs) + " ", state), (pair(used, total, 3), "")))
+            return Cell(((" " * BAR + " ", ""), (pair(used, total, 3), "unknown")))
+        return Cell(((bar(part, BAR, self._look.glyphs) + " ", state), (pair(used, total, 3), "")))
 
 
 def _age(seconds: float | None) -> Cell:
