@@ -226,6 +226,8 @@ class _Node:
         gpus = self.probe.readings(now, describe)
         if self.job is not None:
             gpus = self.job.readings(gpus, statics)
+        if self.probe.source != "simulated":
+            gpus = [self._with_loads(gpu) for gpu in gpus]
         self.processes.forget(alive)
         claims, claims_error = self.folder.read()
         message = {
@@ -243,6 +245,12 @@ class _Node:
         if self.traffic is not None:
             message.update(self.traffic.reading())
         self.channel.send(message)
+
+    def _with_loads(self, gpu: "Dict[str, Any]") -> "Dict[str, Any]":
+        """Return a GpuReading with the loads of its processes."""
+        percents = gpu.pop("sm_percents", {})
+        pids = [process["pid"] for process in gpu.get("processes") or ()]
+        return dict(gpu, loads=[[percents.get(pid), *self.processes.load(pid)] for pid in pids]) if pids else gpu
 
     def _source(self) -> str:
         return "nvidia-smi" if self.probe.source == "nvidia-smi" else "NVML"

@@ -4,6 +4,7 @@
 """
 
 import os
+import time
 
 MYPY = False
 if MYPY:
@@ -22,11 +23,22 @@ if MYPY:
         start: int  # clock ticks since boot
         rss: int  # bytes
 
+    class _Load(NamedTuple):
+        """A process's CPU time as last measured."""
+
+        start: int  # clock ticks since boot: pids are reused
+        at: float  # monotonic
+        cpu_s: float
+        percent: Optional[float]  # of one CPU, until ``at``
+        rss: int
+
 else:
     from collections import namedtuple
 
     ProcessStat = namedtuple("ProcessStat", "pid name state parent group session cpu_s start rss")
+    _Load = namedtuple("_Load", "start at cpu_s percent rss")
 
+CPU_SPAN_S = 0.4  # CPU utilization is measured over this time at least: the kernel counts in steps of 10 ms
 COMMAND_LIMIT = 512  # characters of a command line that travel
 _ENVIRON_LIMIT = 8 * 1024 * 1024  # bytes; execve(2) takes 6 MiB at most
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -215,6 +227,7 @@ class Processes:
     def __init__(self, root: str = "/proc") -> None:
         self.root = root
         self._known: "Dict[int, Tuple[Tuple[str, int, int], Dict[str, Any]]]" = {}
+        self._loads: "Dict[int, _Load]" = {}
         self._names: "Dict[int, str]" = {}
         self._people: "Optional[int]" = None  # the lowest uid of a person
         self._boot: "Optional[float]" = None
@@ -234,7 +247,9 @@ class Processes:
             stat = None
         if stat is None:
             self._known.pop(pid, None)
+            self._loads.pop(pid, None)
             return process
+        self._measure(pid, stat, time.monotonic())
         key = (stat.name, stat.start, uid)
         known = self._known.get(pid)
         if known is None or known[0] != key:
@@ -249,6 +264,26 @@ class Processes:
         """Drop the facts of processes that are not in the set ``alive``."""
         for pid in [pid for pid in self._known if pid not in alive]:
             del self._known[pid]
+        for pid in [pid for pid in self._loads if pid not in alive]:
+            del self._loads[pid]
+
+    def load(self, pid: int) -> "Tuple[Optional[float], Optional[int]]":
+        """Return (CPU utilization in percent of one CPU, bytes of host memory) as of the last ``describe``.
+
+        The utilization is that between two descriptions, None at the first.
+        """
+        load = self._loads.get(pid)
+        return (None, None) if load is None else (load.percent, load.rss)
+
+    def _measure(self, pid: int, stat: "ProcessStat", now: float) -> None:
+        before = self._loads.get(pid)
+        if before is None or before.start != stat.start:
+            self._loads[pid] = _Load(stat.start, now, stat.cpu_s, None, stat.rss)
+        elif now - before.at < CPU_SPAN_S:
+            self._loads[pid] = before._replace(rss=stat.rss)
+        else:
+            percent = round(100.0 * (stat.cpu_s - before.cpu_s) / (now - before.at), 1)
+            self._loads[pid] = _Load(stat.start, now, stat.cpu_s, percent, stat.rss)
 
     def _facts(self, path: str, stat: "ProcessStat", uid: int, environ: "Optional[List[bytes]]") -> "Dict[str, Any]":
         job, container = parse_cgroup(_text(path + "/cgroup"))

@@ -39,6 +39,14 @@ class Process(msgspec.Struct, frozen=True, gc=False):
     container: str | None = None  # container id (12 hex digits) from its cgroup
 
 
+class Load(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What a process uses now. Changes at every reading, so it is listed beside the processes."""
+
+    sm_percent: Count | None = None  # of the GPU's time in which its kernels ran, newest sample of the driver
+    cpu_percent: Number | None = None  # of one CPU since the previous reading; its own threads, not its children
+    host_memory: Count | None = None  # bytes resident in the host's memory, shared pages included (RSS)
+
+
 def is_mig(uuid: str) -> bool:
     """Return whether a UUID is a MIG device's: NVIDIA's begin with ``MIG-``, the demo's are a GPU's with ``-mig0``."""
     return uuid.startswith("MIG-") or (uuid.startswith("SIM-") and "-mig" in uuid)
@@ -162,6 +170,7 @@ class GpuReading(msgspec.Struct, frozen=True, gc=False):
     compute_mode: Count | None = None  # 0 default, 1 exclusive thread, 2 prohibited, 3 exclusive process
     processes: list[Process] | None = None  # None: the list could not be read
     sensors: Sensors | None = None
+    loads: list[Load] = []  # of the processes, in their order; [] where the source does not report them
     throttle: list[str] = []  # "hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal", "sw_power_cap"
     pcie_generation: Count | None = None
     pcie_width: Count | None = None

@@ -100,6 +100,7 @@ def shared(new: Reading, old: Reading | None) -> tuple[Reading, bool]:
             power=gpu.power,
             pcie_generation=gpu.pcie_generation,
             sensors=gpu.sensors,
+            loads=gpu.loads,
         )
         if moved == gpu:
             gpus.append(moved)

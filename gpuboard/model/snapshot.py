@@ -29,6 +29,9 @@ class ProcessView(msgspec.Struct, frozen=True, gc=False):
     started: float | None = None  # epoch seconds by the node's clock; identifies the process together with the pid
     uid: int | None = None
     rogue: bool = False  # its user holds the GPU neither by a lease nor by a job
+    sm_percent: int | None = None  # of the GPU's time, newest sample of the driver; None where it reports none
+    cpu_percent: float | None = None  # of one CPU, since the previous reading; its own threads, not its children
+    host_memory: int | None = None  # resident in the host's memory, shared pages included
 
 
 class XidView(msgspec.Struct, frozen=True, gc=False):

@@ -64,6 +64,7 @@ class Gpu(msgspec.Struct, frozen=True):
     processes: tuple[
         tuple[str, int, int] | tuple[str, int, int, str], ...
     ] = ()  # compute|graphics|mps, pid, bytes, MIG
+    samples: tuple[tuple[int, int, float], ...] = ()  # of processes: pid, SM percent, age in seconds at each call
     throttle: int = 0
     pcie: tuple[int, int, int, int] = (5, 16, 5, 16)  # generation, width, maximum of both
     ecc: int = 0
@@ -132,6 +133,7 @@ def _lines(gpu: Gpu, gpus: Sequence[Gpu]) -> list[str]:
         f"numa {gpu.numa}",
         f"mig_mode {-1 if gpu.mig is None else 1}",
         *("process " + " ".join(str(word) for word in process) for process in gpu.processes),
+        *(f"sample {pid} {sm} {age_s * 1e6:.0f}" for pid, sm, age_s in gpu.samples),
         *(f"xid {code}" for code in gpu.xids),
         *(f"level {peer} {level}" for peer, level in gpu.levels),
         *gpu.trouble,

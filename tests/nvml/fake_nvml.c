@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #define MAX_GPUS 32
@@ -30,6 +31,7 @@ typedef struct { char kind; char function[64]; int value; } Trouble; /* kind: f(
 typedef struct { char kind; unsigned pid; unsigned long long memory; char mig[TEXT]; } Proc; /* kind: c, g, m(ps) */
 typedef struct { int gpu, number; char uuid[TEXT], name[TEXT]; unsigned gi, ci; unsigned long long total, used; } Mig;
 typedef struct { char remote[32]; int type; } Link;
+typedef struct { unsigned pid, sm; long long age_us; } Sample;
 
 typedef struct {
     int number, minor;
@@ -38,9 +40,10 @@ typedef struct {
     int utilization, temperature, power, power_limit, compute_mode, gen, gen_max, width, width_max, numa, recovery;
     int remap, remap_pending, remap_failed, retired_pending, mig_mode;
     unsigned long long throttle;
-    int links, procs, migs, troubles, levels[MAX_GPUS], xids, xid[MAX_ITEMS];
+    int links, procs, samples, migs, troubles, levels[MAX_GPUS], xids, xid[MAX_ITEMS];
     Link link[MAX_ITEMS];
     Proc proc[MAX_ITEMS];
+    Sample sample[MAX_ITEMS];
     Mig mig[8];
     Trouble trouble[MAX_ITEMS];
 } Gpu;
@@ -96,6 +99,9 @@ static void gpu_line(Gpu *g, const char *key, const char *rest) {
         sscanf(rest, "%15s %u %lld %127s", kind, &p->pid, &memory, p->mig);
         p->kind = kind[0];
         p->memory = (unsigned long long)memory; /* -1 is NVML's "not available" */
+    } else if (!strcmp(key, "sample") && g->samples < MAX_ITEMS) {
+        Sample *s = &g->sample[g->samples++];
+        sscanf(rest, "%u %u %lld", &s->pid, &s->sm, &s->age_us);
     } else if (!strcmp(key, "mig") && g->migs < 8) {
         Mig *m = &g->mig[g->migs];
         m->gpu = g->number;
@@ -383,11 +389,21 @@ int nvmlDeviceGetDriverModel(void *device, unsigned *current, unsigned *pending)
     (void)current, (void)pending;
     return UNSUPPORTED;
 }
+typedef struct { unsigned pid; unsigned long long at; unsigned sm, memory, encoder, decoder; } ProcessSample;
 int nvmlDeviceGetProcessUtilization(void *device, void *samples, unsigned *count, unsigned long long since) {
     GPU(device)
-    (void)samples, (void)since;
-    *count = 0;
-    return NOT_FOUND;
+    ProcessSample *out = samples;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    unsigned room = *count, found = 0;
+    for (int i = 0; i < g->samples; i++) {
+        unsigned long long at = now.tv_sec * 1000000ULL + now.tv_nsec / 1000 - g->sample[i].age_us;
+        if (at <= since) continue;
+        if (found < room && out) out[found] = (ProcessSample){g->sample[i].pid, at, g->sample[i].sm, 0, 0, 0};
+        found++;
+    }
+    *count = found;
+    return !found ? NOT_FOUND : !out || found > room ? SMALL : OK;
 }
 
 int nvmlDeviceGetMemoryAffinity(void *device, unsigned words, unsigned long *out, unsigned scope) {

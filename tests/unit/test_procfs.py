@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -171,3 +172,22 @@ def test_this_process_and_a_real_child() -> None:
         assert child.stdin is not None
         child.stdin.close()
     assert (seen["uid"], seen["name"], seen["command"], seen["lease"]) == (os.getuid(), "cat", "cat", "abcd")
+
+
+def test_cpu_time_of_a_reused_pid_begins_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU utilization is the difference of two descriptions of one process, over ``CPU_SPAN_S`` at least."""
+    times = iter((0.0, 0.1, 2.0, 2.1, 4.0, 5.0))
+    monkeypatch.setattr("gpuboard.agent.proc.time", SimpleNamespace(monotonic=lambda: next(times)))
+    processes, ticks = Processes(str(root)), os.sysconf("SC_CLK_TCK")
+    seen = []
+    for cpu_s, start in ((5, 1), (6, 1), (8, 1), (9, 1), (8, 2), (8, 2)):
+        folder = root / "7"
+        folder.mkdir(exist_ok=True)
+        fields = ["S", *["0"] * 10, str(cpu_s * ticks), *["0"] * 7, str(start), "0", "3", *["0"] * 30]
+        (folder / "stat").write_text(f"7 (python) {' '.join(fields)}\n")
+        processes.describe(7, "compute", None)
+        seen.append(processes.load(7))
+    page = os.sysconf("SC_PAGE_SIZE")
+    assert seen == [(percent, 3 * page) for percent in (None, None, 150.0, 150.0, None, 0.0)]
+    processes.forget(set())
+    assert processes.load(7) == (None, None)

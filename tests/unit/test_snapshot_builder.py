@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, View, inert_static, node_claims
-from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process, Sensors, Xid
+from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, Process, Sensors, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static, shared
 from gpuboard.model.snapshot import GpuView, SchedulerView
 from gpuboard.model.state import Job, Ruling, Thresholds
@@ -38,6 +38,7 @@ NUMBERS: dict[str, Any] = {
     "power": st.sampled_from([70.0, 71.5]),
     "pcie_generation": st.sampled_from([1, 5]),
     "sensors": st.sampled_from([None, Sensors(sm_clock=345), Sensors(sm_clock=1980, fan=30)]),
+    "loads": st.sampled_from([[], [Load(7, 12.5, GIB)], [Load(8, 99.0, 2 * GIB), Load(None, 1.0)]]),
 }
 EVENTS: dict[str, Any] = {
     "memory_used": st.none(),

@@ -6,8 +6,9 @@ parent requests one pass. Before it touches GPU k it writes k into shared memory
 hangs.
 
 Messages: ``("init", error, driver, cuda, count, source)``, ``("static", {index: facts})``, ``("pass", {index: values},
-xids, took_s)``; facts and values have the keys of gpuboard/model/gpu.py, processes as ``(pid, type, memory)``. ``xids``
-are the errors since the previous pass, ``{index: [(code, at)]}``; a GPU whose driver does not report them is missing.
+xids, took_s)``; facts and values have the keys of gpuboard/model/gpu.py, processes as ``(pid, type, memory)``, beside
+them ``sm_percents`` by pid. ``xids`` are the errors since the previous pass, ``{index: [(code, at)]}``; a GPU whose
+driver does not report them is missing.
 Where NVML cannot be started, gpuboard/agent/smi/process.py sends these messages; it adds ``("slow", source)``: passes
 are slow, and ``("again",)``: start a new process.
 """
@@ -38,6 +39,7 @@ _WITHHELD = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION, p
 # a GPU or MIG device without graphics has no list of graphics processes; other failures hide it
 _NONE_AT_ALL = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
 _XIDS_A_PASS = 32  # a failing GPU may report very many
+_SAMPLES_S = 2.0  # older samples of processes are not "now"
 _RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 
 
@@ -209,6 +211,8 @@ class _Reader:
             if values["compute_mode"] is None and k in self.shared:
                 values["compute_mode"] = 0  # a Jetson has no compute modes
             values["processes"] = self._processes(handle)
+            if values["processes"]:
+                values["sm_percents"] = _sm_percents(handle)
             utilization = _sense(pynvml.nvmlDeviceGetUtilizationRates, handle)
             values["utilization"] = None if utilization is None else utilization.gpu
             values["temperature"] = _sense(
@@ -459,6 +463,14 @@ def _remap(handle: "Any") -> "Tuple[Optional[bool], Optional[bool]]":
         return bool(rows[2]), bool(rows[3])
     pending = _ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
     return None if pending is None else bool(pending), None
+
+
+def _sm_percents(handle: "Any") -> "Dict[int, int]":
+    """Return the percentage of SM time by pid, from the newest recent samples; without the processes that have none."""
+    since_us = int((time.time() - _SAMPLES_S) * 1e6)
+    samples = _ask(pynvml.nvmlDeviceGetProcessUtilization, handle, since_us) or ()
+    newest = {int(sample.pid): sample for sample in sorted(samples, key=lambda sample: int(sample.timeStamp))}
+    return {pid: int(sample.smUtil) for pid, sample in newest.items() if sample.smUtil <= 100}
 
 
 def _recovery(handle: "Any") -> "Optional[str]":

@@ -164,10 +164,13 @@ class Simulated:
         utilization = life.gpu_utilization(self.script, gpu, t, taken_at)
         heat = life.heat(self.script, gpu, t, taken_at)
         processes = self._processes(gpu, t, at, taken_at)
-        wave = life.noise(life.seed_of(self.script, gpu), t)
+        seed = life.seed_of(self.script, gpu)
+        loads = [life.load(job, gpu, start, t, seed) for start, job in life.jobs_on(self.script, gpu, t, taken_at)]
+        wave = life.noise(seed, t)
         if uuid in ours:
             processes.append(ours[uuid])
             utilization = int(70 + 9 * wave)
+            loads.append([utilization, None, None])
             heat = utilization / 100.0
         idle, limit = self.power
         found = {
@@ -179,6 +182,7 @@ class Simulated:
             "power_limit": limit,
             "compute_mode": 0,
             "processes": processes,
+            "loads": loads,
             "throttle": [],
             "pcie_generation": int(self.description.get("pcie", 5)),
             "pcie_width": 16,
@@ -198,7 +202,7 @@ class Simulated:
         }
         if gpu in self.mig:
             found["mig"] = [self._mig_reading("%s/%d" % (gpu, d), t, at, since) for d in range(len(self.mig[gpu]))]
-            found.update(processes=[], utilization=None)  # a MIG parent has none
+            found.update(processes=[], loads=[], utilization=None)  # a MIG parent has none
             found["memory_used"] = sum(device["memory_used"] for device in found["mig"])
         found.update(instead)
         return found

@@ -134,6 +134,13 @@ def process(job: "Dict[str, Any]", gpu: str, start: float, t: float, now: float)
     return found
 
 
+def load(job: "Dict[str, Any]", gpu: str, start: float, t: float, seed: float) -> "List[Optional[float]]":
+    """Return the gpuboard.model.gpu.Load of a job's process: data loaders keep the host about as busy as the GPU."""
+    busy = min(100.0, max(0.0, utilization_of(job, t - start, seed)))
+    wave = noise(seed + job["gpus"].index(gpu), t)
+    return [int(busy), round(max(0.0, 3 * busy + 20 * wave), 1), 2 * GIB + memory_of(job, t - start) // 4]
+
+
 def claim(element: "Dict[str, Any]", uuid: str, start: float, t: float, now: float) -> "Optional[Dict[str, Any]]":
     """Return a simulated claim on one GPU for the wire (gpuboard.model.reading.Claim), None after its end."""
     elapsed_s = t - start

@@ -26,12 +26,13 @@ from gpuboard.cluster.snapshot.views import (
     idle_for_s,
     in_order,
     is_unseen,
+    loads_of,
     node_claims,
     node_view,
     stale_after_s,
     standing,
 )
-from gpuboard.model.gpu import GpuReading, GpuStatic
+from gpuboard.model.gpu import GpuReading, GpuStatic, Load
 from gpuboard.model.reading import Claim, Reading
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 from gpuboard.model.state import Thresholds, claims_words, counted, rests_on_memory, unused
@@ -39,6 +40,7 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import iso
 
 _NO_CLAIMS: list[Claim] = []
+_NO_LOADS: list[Load] = []
 
 
 class _GpuMemo(msgspec.Struct, gc=False):
@@ -249,7 +251,14 @@ def _without_numbers(reading: Reading) -> Reading:
 
 def _gpu_without_numbers(gpu: GpuReading) -> GpuReading:
     return replace(
-        gpu, memory_used=None, utilization=None, temperature=None, power=None, pcie_generation=None, sensors=None
+        gpu,
+        memory_used=None,
+        utilization=None,
+        temperature=None,
+        power=None,
+        pcie_generation=None,
+        sensors=None,
+        loads=_NO_LOADS,
     )
 
 
@@ -282,10 +291,14 @@ def _with_numbers(view: GpuView, gpu: GpuReading, held: list[Claim], at: float) 
     processes = view.processes
     if processes:  # views.runtime_s inlined: there are thousands
         processes = [
-            replace(process, runtime_s=round(at - started, 1) if at > started else 0.0)
-            if (started := process.started) is not None
-            else process
-            for process in processes
+            replace(
+                process,
+                runtime_s=None if (started := process.started) is None else max(0.0, round(at - started, 1)),
+                sm_percent=load.sm_percent,
+                cpu_percent=load.cpu_percent,
+                host_memory=load.host_memory,
+            )
+            for process, load in zip(processes, loads_of(gpu), strict=True)
         ]
     return replace(
         view,

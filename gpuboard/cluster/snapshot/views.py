@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from sys import intern  # thousands of GPUs share few names, and they are counted every second
 from typing import Any
 
 import msgspec
 
-from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, NodeState, Process, Xid
+from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, NodeState, Process, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.snapshot import (
     GpuView,
@@ -28,6 +28,7 @@ SLOWEST_S = 300.0  # longest interval accepted from an agent: where it queries n
 _NO_CLAIMS: dict[str, list[Claim]] = {}
 _NOTHING: list[Any] = []  # shared and never changed: 40,000 empty lists would evict useful data from the caches
 _MADE_S = 5.0  # a scheduler's answer is evidence about a claim's job only if queried this much later than the claim
+_NO_LOAD = Load()
 _LATEST = 4e9  # epoch seconds, in 2096: later times are invented, and datetime has an end
 
 
@@ -283,7 +284,12 @@ def gpu_view(
         temperature=reading.temperature if reading else None,
         power=reading.power if reading else None,
         power_limit=reading.power_limit if reading else None,
-        processes=None if processes is None else [_process(p, p.pid in verdict.rogue, facts, view) for p in processes],
+        processes=None
+        if reading is None or processes is None
+        else [
+            _process(p, load, p.pid in verdict.rogue, facts, view)
+            for p, load in zip(processes, loads_of(reading), strict=True)
+        ],
         leases=[claim.lease for claim in about.claims] or _NOTHING,
         jobs=_jobs(about.ruling) or _NOTHING,
         mig=[_mig(device, about, held.on(facts.name), scheduled, view) for device in static.mig or []] or _NOTHING,
@@ -411,7 +417,13 @@ def _named(reading: GpuReading | None, users: Mapping[str, str]) -> GpuReading |
     return msgspec.structs.replace(reading, processes=named)
 
 
-def _process(process: Process, rogue: bool, facts: NodeFacts, view: View) -> ProcessView:
+def loads_of(reading: GpuReading) -> Sequence[Load]:
+    """Return the load of each process of a GPU; nothing is known of those that the node lists none for."""
+    loads, count = reading.loads, len(reading.processes or ())
+    return loads if len(loads) == count else [*loads, *[_NO_LOAD] * count][:count]
+
+
+def _process(process: Process, load: Load, rogue: bool, facts: NodeFacts, view: View) -> ProcessView:
     return ProcessView(
         pid=process.pid,
         user=None if process.user is None else _user(process.user, view.users),
@@ -425,6 +437,9 @@ def _process(process: Process, rogue: bool, facts: NodeFacts, view: View) -> Pro
         started=process.started,
         uid=process.uid,
         rogue=rogue,
+        sm_percent=load.sm_percent,
+        cpu_percent=load.cpu_percent,
+        host_memory=load.host_memory,
     )
 
 
