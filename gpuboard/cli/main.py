@@ -24,7 +24,7 @@ from gpuboard.errors import GpuboardError, Interrupted, Refused, UsageError
 from gpuboard.model.text import quoted
 
 GROUPS = {  # by package
-    "see": ("board", "status", "record", "serve"),
+    "see": ("board", "status", "ps", "record", "serve"),
     "reserve": ("allocate", "leases", "renew", "release", "env"),
     "use": ("run", "launch", "runs", "logs", "attach", "stop", "explain"),
     "setup": ("demo", "config", "doctor"),

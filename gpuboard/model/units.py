@@ -82,6 +82,17 @@ def format_size(size: int | None) -> str:
     return f"{gib:.1f} GiB" if gib < 10 else f"{gib:.0f} GiB"
 
 
+def compact_size(size: int | None) -> str:
+    """Return a size in five cells at most: ``614M`` (MiB), ``3.4G``, ``80G``, ``1.2T``; ``?`` when unknown."""
+    if size is None:
+        return "?"
+    for unit, letter in ((2**40, "T"), (2**30, "G")):
+        if size >= unit:
+            amount = size / unit
+            return f"{amount:.1f}{letter}" if amount < 10 else f"{amount:.0f}{letter}"
+    return f"{size / 2**20:.0f}M"
+
+
 def iso(epoch: float) -> str:
     """Return epoch seconds as ISO 8601 in UTC with milliseconds: ``2026-01-31T12:00:00.000Z``.
 

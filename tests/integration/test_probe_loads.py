@@ -49,8 +49,7 @@ def test_cpu_and_memory_of_the_process_alone(tmp_path: Path, family: tuple[int, 
         if found[shell].cpu_percent != 0.0:  # its own start was in the first interval
             found = loads(agent.reading(when=lambda reading: loads(reading)[shell].cpu_percent == 0.0))
     resident = int(Path(f"/proc/{shell}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    assert found[shell].host_memory is not None
-    assert 0.5 < found[shell].host_memory / resident < 2  # the kernel counts pages in batches per CPU
+    assert 0.5 < (found[shell].host_memory or 0) / resident < 2  # the kernel counts pages in batches per CPU
     assert found[gone] == Load()
 
 

@@ -82,7 +82,7 @@ def test_version() -> None:
     ("argv", "words"),
     [
         (("statsu",), "'statsu' is not a command; did you mean `gpuboard status`?"),
-        (("zzz",), "'zzz' is not a command; commands are: board, status, record, serve, allocate, "),
+        (("zzz",), "'zzz' is not a command; commands are: board, status, ps, record, serve, allocate, "),
         (("status", "--jsno"), "--jsno: no such option; did you mean --json?"),
         (("status", "surplus"), "unexpected argument: surplus"),
         (("status", "--watch", "0"), "--watch: '0' is not between 0.2 seconds and a day"),

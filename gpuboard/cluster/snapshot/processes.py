@@ -1,0 +1,145 @@
+"""The processes on the GPUs of a whole snapshot, each once, as ``ps --json`` prints them; order and groups (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gpuboard.model.snapshot import NodeView, ProcessView, Snapshot
+from gpuboard.model.units import ranges
+
+
+class OnGpu(msgspec.Struct, frozen=True, gc=False):
+    """What a process uses of one GPU."""
+
+    index: int
+    uuid: str
+    memory: int | None  # bytes
+    sm_percent: int | None
+
+
+class Running(ProcessView, frozen=True, gc=False, kw_only=True):
+    """A process with its node and GPUs. ``memory`` is that of all its GPUs, ``sm_percent`` their mean."""
+
+    node: str
+    gpus: list[OnGpu]
+
+    @property
+    def indexes(self) -> str:
+        """Its GPUs: ``0-3,7``."""
+        return str(self.gpus[0].index) if len(self.gpus) == 1 else ranges({gpu.index for gpu in self.gpus})
+
+    @property
+    def key(self) -> str:
+        """Its identity in the cluster: pids are reused."""
+        return f"{self.node}:{self.pid}:{self.started}"
+
+
+class ProcessList(msgspec.Struct, frozen=True):
+    """What ``ps --json`` prints."""
+
+    schema: int
+    at: str
+    cluster: str
+    processes: list[Running]
+    unread: list[str] = []  # nodes (``gpu01``) and GPUs (``gpu01:3``) whose processes could not be read
+
+
+class Group(NamedTuple):
+    """The processes of one run, job or lease."""
+
+    title: str
+    processes: list[Running]
+
+
+def running(nodes: Iterable[NodeView]) -> list[Running]:
+    """Return the processes on all GPUs by node, GPU and memory."""
+    found: list[Running] = []
+    for node in nodes:
+        parts: dict[tuple[int, float | None], list[tuple[OnGpu, ProcessView]]] = {}
+        for gpu in node.gpus:
+            for process in gpu.processes or ():
+                part = OnGpu(gpu.index, gpu.uuid, process.memory, process.sm_percent)
+                parts.setdefault((process.pid, process.started), []).append((part, process))
+        found += [_joined(node.name, on_gpus) for on_gpus in parts.values()]
+    return sorted(found, key=lambda one: (one.node, one.gpus[0].index, -(one.memory or 0), one.pid))
+
+
+def _joined(node: str, parts: Sequence[tuple[OnGpu, ProcessView]]) -> Running:
+    gpus = [part for part, _ in parts]
+    whole = parts[0][1]
+    if len(gpus) > 1:
+        memory = [gpu.memory for gpu in gpus if gpu.memory is not None]
+        percents = [gpu.sm_percent for gpu in gpus if gpu.sm_percent is not None]
+        whole = msgspec.structs.replace(
+            whole,
+            memory=sum(memory) if len(memory) == len(gpus) else None,
+            sm_percent=round(sum(percents) / len(percents)) if percents else None,
+            rogue=any(process.rogue for _, process in parts),
+        )
+    return Running(*msgspec.structs.astuple(whole), node=node, gpus=gpus)
+
+
+def unread(snapshot: Snapshot) -> list[str]:
+    """Return the nodes and GPUs whose processes are not in the snapshot."""
+    found = []
+    for node in snapshot.nodes:
+        hidden = [f"{node.name}:{gpu.index}" for gpu in node.gpus if gpu.processes is None]
+        whole = len(hidden) == len(node.gpus) and (hidden or node.state != "up")
+        found += [node.name] if whole else hidden
+    return found
+
+
+class Sort(NamedTuple):
+    """An order: what it compares, and whether the largest values come first. Unknown values come last."""
+
+    value: Callable[[Running], Any]
+    descending: bool = False
+
+
+SORTS = {
+    "node": Sort(lambda one: (one.node, one.gpus[0].index)),
+    "user": Sort(lambda one: one.user),
+    "pid": Sort(lambda one: one.pid),
+    "memory": Sort(lambda one: one.memory, True),
+    "sm": Sort(lambda one: one.sm_percent, True),
+    "cpu": Sort(lambda one: one.cpu_percent, True),
+    "host": Sort(lambda one: one.host_memory, True),
+    "time": Sort(lambda one: one.runtime_s, True),
+    "job": Sort(lambda one: one.job),
+    "lease": Sort(lambda one: one.lease),
+    "container": Sort(lambda one: one.container),
+    "command": Sort(lambda one: one.command),
+}
+
+
+def in_order(found: Sequence[Running], key: str, *, reverse: bool = False) -> list[Running]:
+    """Return processes in the order ``key`` of ``SORTS``; equal ones stay as they are."""
+    value, descending = SORTS[key]
+    known = [one for one in found if value(one) is not None]
+    missing = [one for one in found if value(one) is None]
+    return sorted(known, key=value, reverse=descending != reverse) + missing
+
+
+def grouped(found: Sequence[Running], runs: Mapping[str, str]) -> list[Group]:
+    """Return processes by run, job or lease, groups in the order of their first process; those of none come last.
+
+    ``runs``: the ids of the caller's own runs by lease; the runs of other users cannot be read.
+    """
+    groups: dict[tuple[str, str | None], Group] = {}
+    for one in found:
+        run = runs.get(one.lease or "")
+        title = f"run {run}" if run else (f"job {one.job}" if one.job else f"lease {one.lease}" if one.lease else "")
+        owner = one.user if title.startswith("lease") else None  # two users can have leases with the same id
+        groups.setdefault((title, owner), Group(title or "no run, job or lease", [])).processes.append(one)
+    return sorted(groups.values(), key=lambda group: group.title.startswith("no "))
+
+
+def sums(found: Sequence[Running]) -> str:
+    """Return the number of processes and of their GPUs and nodes: ``3 processes on 2 GPUs of 1 node``."""
+    gpus, nodes = {(one.node, gpu.uuid) for one in found for gpu in one.gpus}, {one.node for one in found}
+    counts = ((len(found), "process", "es"), (len(gpus), "GPU", "s"), (len(nodes), "node", "s"))
+    processes, on, of = (f"{count} {word}{ending * (count != 1)}" for count, word, ending in counts)
+    return f"{processes} on {on} of {of}"
