@@ -79,6 +79,7 @@ class BoardApp(CrashHookApp):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "leases", "Leases", id="app.leases"),
         Binding("u", "runs", "Runs", id="app.runs"),
+        Binding("P", "processes", "Processes", id="app.processes"),
         Binding("v", "overview", "Overview", id="app.overview"),
         Binding("w", "watches", "Notify when", id="app.watches"),
         Binding("q", "quit", "Quit", id="app.quit"),
@@ -318,6 +319,12 @@ class BoardApp(CrashHookApp):
         from gpuboard.board.screens.overview import OverviewScreen  # late: it is not shown at the start
 
         self._toggle(OverviewScreen)
+
+    def action_processes(self) -> None:
+        """Open the processes on all GPUs, or close them."""
+        from gpuboard.board.screens.processes import ProcessesScreen  # late: not shown at the start
+
+        self._toggle(ProcessesScreen)
 
     def action_watches(self) -> None:
         """Open the watches, or close them; without any, ask for the first."""

@@ -8,9 +8,8 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from gpuboard.board import clipboard
-from gpuboard.board.dialogs import launch, reserve
+from gpuboard.board.dialogs import launch, reserve, signal
 from gpuboard.board.history import SPANS, Span
-from gpuboard.board.screens import processes
 from gpuboard.board.screens.base import BoardScreen
 
 
@@ -38,7 +37,7 @@ class ActingScreen(BoardScreen):
 
     def action_signal(self) -> None:
         """Send a signal to a process on them."""
-        processes.open_signal(self.board, self.targets())
+        signal.open_signal(self.board, self.targets())
 
     def action_copy(self) -> None:
         """Offer texts about them to copy."""

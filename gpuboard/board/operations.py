@@ -15,10 +15,12 @@ from gpuboard.leases.ledger import Scope
 from gpuboard.leases.reserve import reserve, terms_of
 from gpuboard.leases.terms import duration
 from gpuboard.model.replies import Signalled
+from gpuboard.transport.base import CallFailed, LinkLost
 
 if TYPE_CHECKING:
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.cluster.snapshot.processes import Running
     from gpuboard.config import Settings
     from gpuboard.leases.ledger import Allocator, Released
     from gpuboard.leases.output.formats import Allocation
@@ -158,9 +160,28 @@ class Operations:
                 if failed := ledger.renew(found, seconds).failed:
                     raise GpuboardError(f"{lease} was not renewed: {_by_node(failed)}")
 
-    def signal(self, node: str, pid: int, started: float, name: str) -> None:
-        """Send a signal (one of SIGNALS) to exactly the process that was started then. Raises CallFailed, LinkLost."""
-        self._fleet.call(node, "signal", {"pid": pid, "started": started, "signal": name}, _SIGNAL_S, Signalled)
+    def signal(self, processes: Sequence[Running], name: str) -> list[str]:
+        """Send a signal (one of SIGNALS) to exactly these processes; return why some did not get it.
+
+        A node that does not answer delays no other node, and gets no further signal.
+        """
+        failed: list[str] = []
+        left: dict[str, list[Running]] = {}
+        for one in processes:
+            left.setdefault(one.node, []).append(one)
+        while left:
+            now = {node: on_node.pop(0) for node, on_node in left.items()}
+            calls = {
+                node: ("signal", {"pid": one.pid, "started": one.started, "signal": name}) for node, one in now.items()
+            }
+            for node, answer in self._fleet.call_all(calls, _SIGNAL_S, Signalled).items():
+                if isinstance(answer, (CallFailed, LinkLost)):
+                    failed.append(str(answer) if len(processes) == 1 else f"{node}: {answer}")
+                if isinstance(answer, LinkLost):
+                    failed += [f"process {one.pid} on {node}: not sent" for one in left[node]]
+                    left[node] = []
+            left = {node: on_node for node, on_node in left.items() if on_node}
+        return failed
 
     def close(self) -> None:
         """Release leases that are being reserved or are not published, in a quarter of a second at most.

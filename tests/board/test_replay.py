@@ -94,14 +94,14 @@ async def test_moving_through_a_recording(tmp_path: Path, day: Path, size: tuple
         core.control(lambda player: player.seek(BEGIN + 31 * 60))
         await lab.settle(pilot, shows(app, "nothing was recorded for 11m"))
         core.control(lambda player: player.seek(BEGIN + HOURS * 3600))
-        await pilot.press("P")
+        await pilot.press("0")
         await lab.settle(pilot, shows(app, clock((60 * HOURS - 1) * 60), "at its end"))
 
 
 async def test_it_plays_by_itself(tmp_path: Path, day: Path) -> None:
     async with replay(tmp_path, day) as (app, core, pilot):
         core.player.speed = 1800.0
-        await pilot.press("P")
+        await pilot.press("0")
         await lab.settle(pilot, shows(app, "at its end"))
         assert core.history.of("GPU-gpu01-0").utilization
 
@@ -126,8 +126,8 @@ async def test_a_damaged_part_keeps_what_was_shown(tmp_path: Path, day: Path) ->
     (tmp_path / "damaged.gz").write_bytes(content)
     async with replay(tmp_path, tmp_path / "damaged.gz") as (app, core, pilot):
         core.player.speed = 1800.0
-        await pilot.press("P")
+        await pilot.press("0")
         await lab.settle(pilot, lambda: lab.shown(app, "damaged.gz is damaged at", "gpu01"))
-        await pilot.press("P", "less_than_sign", "less_than_sign", "less_than_sign")
+        await pilot.press("0", "less_than_sign", "less_than_sign", "less_than_sign")
         await lab.settle(pilot, shows(app, clock(0)))
         assert "damaged at" not in lab.screen(app)

@@ -55,7 +55,7 @@ async def test_host_gpus_and_processes_are_on_one_screen(tmp_path: Path) -> None
         assert reason.split(None, 2)[2] == "alice: python (pid 4000)"
         assert "B! busy" in second
         processes = [line.split() for line in lines if line.endswith("python train.py")]
-        assert [words[:4] for words in processes] == [["0", "alice", "4000", "60"], ["1", "bob", "4001", "60"]]
+        assert [words[:4] for words in processes] == [["0", "alice", "4000", "60G"], ["1", "bob", "4001", "60G"]]
         assert "rogue" in processes[1]
 
 

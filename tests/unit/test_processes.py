@@ -88,8 +88,12 @@ def test_groups_are_runs_then_jobs_then_leases() -> None:
     )
     groups = [(group.title, pids(group.processes)) for group in grouped(found, {"k1": "r-1"})]
     assert groups == [
-        ("run r-1", [2, 6]), ("job 17", [3]), ("lease k2", [4]), ("lease k2", [5]), ("no run, job or lease", [1]),
-    ]  # fmt: skip
+        ("run r-1", [2, 6]),
+        ("job 17", [3]),
+        ("lease k2 of alice", [4]),
+        ("lease k2 of bob", [5]),
+        ("no run, job or lease", [1]),
+    ]
 
 
 def test_what_was_not_read_is_named() -> None:

@@ -18,7 +18,7 @@ class ReplayApp(BoardApp):
     """The board on a recording."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("P", "pause", "Pause", id="replay.pause"),
+        Binding("0", "pause", "Pause", id="replay.pause"),
         Binding("comma", f"jump({-_SHORT_S})", "Back 1 min", id="replay.back", show=False),
         Binding("full_stop", f"jump({_SHORT_S})", "Forward 1 min", id="replay.forward", show=False),
         Binding("less_than_sign", f"jump({-_LONG_S})", "Back 1 h", id="replay.back-hour", show=False),

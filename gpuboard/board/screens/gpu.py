@@ -11,10 +11,10 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
 
 from gpuboard.board.arrange import age_of, natural_nodes
+from gpuboard.board.dialogs.signal import running, signal_these
 from gpuboard.board.gpu_actions import GraphScreen
 from gpuboard.board.history import History, is_current
 from gpuboard.board.scene import Place, Scene
-from gpuboard.board.screens import processes
 from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.board.text.detail.graphs import Frame
 from gpuboard.board.text.lines import Runs, above, named, title
@@ -214,10 +214,10 @@ class GpuScreen(GraphScreen):
     def action_signal(self) -> None:
         """Send a signal to the process under the cursor."""
         cursor = self.query_one("#processes", Grid).cursor
-        found = [] if self.board.scene is None else processes.running(self.board.scene, [self.uuid])
+        found = [] if self.board.scene is None else running(self.board.scene, [self.uuid])
         for one in found:
-            if cursor == process_key(one.process):
-                processes.signal_one(self.board, one)
+            if cursor == process_key(one):
+                signal_these(self.board, [one])
                 return
         self.board.notify("no process selected", markup=False)
 

@@ -1,122 +1,273 @@
-"""Send a signal to one's own process: choose process and signal, confirm. Other users' processes are refused."""
+"""The processes on the GPUs of all nodes: sorted, filtered, by run or job; signals to one's own, one or several."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import ClassVar
 
-from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Input
 
-from gpuboard.board.dialogs.base import Choose, Confirm
-from gpuboard.board.dialogs.request_form import places_words
+from gpuboard.board.background import Background
+from gpuboard.board.dialogs.base import Choose
+from gpuboard.board.dialogs.signal import signal_these
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.cells import fit
-from gpuboard.model.request import ChosenGpu
-from gpuboard.model.snapshot import ProcessView
-from gpuboard.model.units import format_size
+from gpuboard.board.screens.base import BoardScreen
+from gpuboard.board.text.processes import about, cluster_columns, group_key, meter_cells, overview, running_row
+from gpuboard.board.widgets.footer import Footer
+from gpuboard.board.widgets.grid import Grid, LazyRows, Row
+from gpuboard.board.widgets.pane import Lines
+from gpuboard.cluster.snapshot.processes import SORTS, Group, Running, grouped, in_order, running, unread
+from gpuboard.launch.runs.folder import by_lease
 
-if TYPE_CHECKING:
-    from gpuboard.board.app import BoardApp
-
-SIGNALS = {
-    "TERM": "end; a program may save and clean up first",
-    "INT": "as ctrl-C does",
-    "KILL": "end at once; nothing is saved or cleaned up",
-    "USR1": "defined by the program; often: save a checkpoint",
-    "STOP": "pause; its GPU memory stays in use",
-    "CONT": "continue after a pause",
+_UNREAD_MOST = 8  # names of nodes and GPUs
+_HINT = "any words: user, node, command, job, lease"
+_SORT_WORDS = {
+    "node": "node and GPU",
+    "sm": "SM time",
+    "cpu": "CPU utilization",
+    "host": "host memory",
+    "memory": "GPU memory",
 }
 
 
-class Running(NamedTuple):
-    """A process with its node and GPUs."""
+class ProcessesScreen(BoardScreen):
+    """Every process, each once; the user's own in bold."""
 
-    node: str
-    gpus: str  # "gpu01:0,2"
-    process: ProcessView
-
-
-def running(scene: Scene, uuids: Sequence[str]) -> list[Running]:
-    """Return the processes on these GPUs, each once, by node and pid."""
-    found: dict[tuple[str, int], tuple[list[int], ProcessView]] = {}
-    for uuid in uuids:
-        if uuid in scene.devices:
-            node, gpu = scene.devices[uuid].node, scene.devices[uuid].gpu
-            for process in gpu.processes or ():
-                found.setdefault((node.name, process.pid), ([], process))[0].append(gpu.index)
-    return [
-        Running(node, f"{node}:{','.join(map(str, sorted(set(indexes))))}", process)
-        for (node, _), (indexes, process) in sorted(found.items(), key=lambda item: item[0])
+    TITLE_WORDS = "Processes"
+    AUTO_FOCUS = "#processes"
+    DEFAULT_CSS = """
+    ProcessesScreen #sums, ProcessesScreen #about { margin: 0 1; }
+    ProcessesScreen #filter { display: none; height: 1; border: none; padding: 0 1; }
+    ProcessesScreen #filter.-open { display: block; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "back", "Back", id="processes.back"),
+        Binding("slash", "filter", "Filter", id="processes.filter"),
+        Binding("t", "tree", "By run or job", id="processes.tree"),
+        Binding("s", "sort", "Sort", id="processes.sort"),
+        Binding("S", "reverse", "Reverse order", id="processes.reverse", show=False),
+        Binding("K", "signal", "Signal", id="processes.signal"),
+        Binding("g", "jump", "Its GPU", id="processes.jump", show=False),  # enter does the same
+        Binding("down", "rows", "To the rows", id="processes.rows", show=False),
     ]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._sort, self._reverse, self._tree = "node", False, False
+        self._found: dict[str, Running] = {}  # by key, without the filter
+        self._runs: dict[str, str] = {}  # own runs by lease
+        self._background: Background[dict[str, str]] = Background(self)
 
-def refusal(scene: Scene, one: Running) -> str:
-    """Return why we may not send a signal to a process, "" when we may."""
-    process = one.process
-    if process.uid is None or process.user is None or process.started is None:
-        return f"process {process.pid} on {one.node} has a hidden owner and may not be yours; nothing was sent"
-    if scene.uids.get(one.node) != process.uid:
-        return f"process {process.pid} on {one.node} belongs to {process.user}; nothing was sent"
-    return ""
+    def compose(self) -> ComposeResult:
+        """Sums, filter, the processes, the one under the cursor."""
+        yield Lines(id="sums")
+        yield Input(placeholder=_HINT, id="filter", compact=True, select_on_focus=False, disabled=True)
+        yield Grid(cluster_columns((), 0), marks=True, id="processes")
+        yield Lines(id="about")
+        yield Footer()
 
+    @property
+    def _grid(self) -> Grid:
+        return self.query_one("#processes", Grid)
 
-def open_signal(board: BoardApp, uuids: Sequence[str]) -> None:
-    """Let the user choose a process on these GPUs and a signal."""
-    scene = board.scene
-    if scene is None or not (found := running(scene, uuids)):
-        board.notify(_none_seen(scene, uuids), markup=False)
-        return
-    if len(found) == 1:
-        signal_one(board, found[0])
-        return
-    look = board.look
+    @property
+    def _box(self) -> Input:
+        return self.query_one("#filter", Input)
 
-    def line(one: Running) -> Text:
-        process = one.process
-        words = f"{process.pid:>8} {fit(process.user or '?', 10)} {fit(one.gpus, 14)} {format_size(process.memory):>8} "
-        return Text(words + fit(process.command, 28), look.style("dim" if refusal(scene, one) else ""))
+    # Drawing
 
-    def chosen(key: str | None) -> None:
-        if key is not None:
-            signal_one(board, found[int(key)])
+    def show(self, scene: Scene) -> None:
+        """Draw the processes of ``scene``; only visible rows are made."""
+        found = running(scene.snapshot.nodes)
+        self._found = {one.key: one for one in found}
+        shown = in_order([one for one in found if self._matches(one)], self._sort, reverse=self._reverse)
+        items: list[Running | Group] = list(shown)
+        if self._tree:
+            self._read_runs()
+            items = []
+            for group in grouped(shown, self._runs):
+                items += [group, *group.processes]
 
-    board.push_screen(Choose("Send a signal to", [(str(k), line(one)) for k, one in enumerate(found)]), chosen)
+        bar, glyphs = meter_cells(self.size.width), self.board.look.glyphs
 
+        def row(item: Running | Group) -> Row:
+            own = isinstance(item, Running) and item.uid is not None and item.uid == scene.uids.get(item.node)
+            dim = isinstance(item, Running) and scene.nodes[item.node].state != "up"
+            return running_row(item, mine=own, dim=dim, indent=self._tree, bar=bar, glyphs=glyphs)
 
-def _none_seen(scene: Scene | None, uuids: Sequence[str]) -> str:
-    places = [scene.devices[uuid] for uuid in uuids if scene is not None and uuid in scene.devices]
-    unread = [ChosenGpu(at.node.name, at.gpu.index, at.gpu.uuid) for at in places if at.gpu.processes is None]
-    if unread:
-        return f"cannot read the processes on {places_words(unread)}"
-    return f"no process on {'this GPU' if len(uuids) == 1 else 'these GPUs'}"
+        grid = self._grid
+        grid.set_empty("No process matches the filter.\nEscape clears it." if found else "No process on any GPU.")
+        grid.set_columns(cluster_columns(scene.nodes, self.size.width))
+        grid.set_sort("gpu" if self._sort == "node" else self._sort, self._descending)
+        grid.set_rows(LazyRows(items, _key, row))
+        self._show_sums(found, len(shown))
+        self._about()
 
+    def _show_sums(self, found: list[Running], shown: int) -> None:
+        scene = self.board.scene
+        missing = [] if scene is None else unread(scene.snapshot)
+        down = self.board.look.glyphs.down if self._descending else self.board.look.glyphs.up
+        order = f"by {_SORT_WORDS.get(self._sort, self._sort)} {down}"
+        lines = [overview(found, shown=shown, selected=len(self._marked()), order=order)]
+        if missing:
+            more = f" and {len(missing) - _UNREAD_MOST} more" if len(missing) > _UNREAD_MOST else ""
+            lines.append(((f"not read: {', '.join(missing[:_UNREAD_MOST])}{more}", "warn"),))
+        self.query_one("#sums", Lines).set_lines(lines)
 
-def signal_one(board: BoardApp, one: Running) -> None:
-    """Let the user choose a signal for this process, confirm, and send it."""
-    if board.scene is None or (words := refusal(board.scene, one)):
-        board.notify(
-            words if board.scene else "no reading yet; try again in a moment", severity="warning", markup=False
-        )
-        return
-    process, name = one.process, f"process {one.process.pid} on {one.node}"
+    @property
+    def _descending(self) -> bool:
+        return SORTS[self._sort].descending != self._reverse
 
-    def sent(_: None) -> None:
-        board.notify(f"signal sent to {name}", markup=False)
+    def _about(self) -> None:
+        one = self._found.get(self._grid.cursor or "")
+        self.query_one("#about", Lines).set_lines([] if one is None else about(one))
 
-    def send(signal: str) -> None:
-        started = process.started
-        assert started is not None
-        operations = board.core.operations
-        board.ask(lambda: operations.signal(one.node, process.pid, started, signal), sent)
+    def _redraw(self) -> None:
+        if self.board.scene is not None:
+            self.show(self.board.scene)
 
-    def chosen(signal: str | None) -> None:
-        if signal is None:
+    def restyle(self) -> None:
+        """Redraw with the new look."""
+        self._grid.redraw()
+        super().restyle()
+
+    def _read_runs(self) -> None:
+        """Read the user's own runs in the background: their leases name the groups."""
+
+        def work() -> dict[str, str]:
+            views = (entry.view for entry in self.board.core.runbook.read())
+            return {lease: view.id for lease, view in by_lease(views).items()}
+
+        def read(runs: dict[str, str]) -> None:
+            if self.is_attached and runs != self._runs:
+                self._runs = runs
+                self._redraw()
+
+        self._background.ask(work, read)
+
+    # Filter
+
+    def _matches(self, one: Running) -> bool:
+        words = self._box.value.casefold().split()
+        texts = (one.user, one.node, str(one.pid), one.command, one.job, one.lease, one.container)
+        text = "\0".join(text or "" for text in texts).casefold() if words else ""
+        return all(word in text for word in words)
+
+    def action_filter(self) -> None:
+        """Type a filter."""
+        self._box.add_class("-open")
+        self._box.disabled = False
+        self.set_focus(self._box)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hide ``/`` from the footer while a filter is typed: it is text then."""
+        return not (action == "filter" and self.focused is self._box) and super().check_action(action, parameters)
+
+    def action_rows(self) -> None:
+        """Go from the filter to the rows."""
+        self.set_focus(self._grid)
+
+    def action_back(self) -> None:
+        """Clear the filter; without one the selection; without that, close the screen."""
+        if self._box.has_class("-open"):
+            self._close_filter()
+        elif self._grid.marks:
+            self._grid.marks = ()
+            self._redraw()
+        else:
+            self.board.pop_screen()
+
+    def _close_filter(self) -> None:
+        self.set_focus(self._grid)
+        self._box.remove_class("-open")
+        self._box.disabled = True
+        self._box.value = ""
+
+    @on(Input.Changed, "#filter")
+    def _typed(self) -> None:
+        self._redraw()
+
+    @on(Input.Submitted, "#filter")
+    def _entered(self) -> None:
+        if self._box.value.strip():
+            self.set_focus(self._grid)
+        else:
+            self._close_filter()
+
+    # Order
+
+    @on(Grid.Sorted)
+    def _sorted(self, event: Grid.Sorted) -> None:
+        key = "node" if event.key == "gpu" else event.key
+        if key in SORTS:
+            self._order_by(key, reverse=key == self._sort and not self._reverse)
+
+    def _order_by(self, key: str, *, reverse: bool) -> None:
+        self._sort, self._reverse = key, reverse
+        self._redraw()
+
+    def action_sort(self) -> None:
+        """Choose what to sort by."""
+
+        def chosen(key: str | None) -> None:
+            if key is not None:
+                self._order_by(key, reverse=False)
+
+        options = [(key, _SORT_WORDS.get(key, key)) for key in SORTS]
+        self.board.push_screen(Choose("Sort by", options), chosen)
+
+    def action_reverse(self) -> None:
+        self._order_by(self._sort, reverse=not self._reverse)
+
+    def action_tree(self) -> None:
+        """Group by the user's runs, by jobs and by leases, or not."""
+        self._tree = not self._tree
+        self._redraw()
+        self.call_after_refresh(self._reveal)
+
+    def _reveal(self) -> None:
+        self._grid.cursor = self._grid.cursor  # with the heading above it
+
+    def on_resize(self) -> None:
+        """Choose the columns for the new width."""
+        self._redraw()
+
+    # The processes
+
+    @on(Grid.Moved)
+    def _moved(self) -> None:
+        self._about()
+
+    @on(Grid.Marked)
+    def _changed(self) -> None:
+        self._redraw()
+
+    def _marked(self) -> list[Running]:
+        """Return the selected processes that still exist, also those that the filter hides."""
+        return [self._found[key] for key in self._grid.marks if key in self._found]
+
+    def action_signal(self) -> None:
+        """Send a signal to the selected processes, else to the one under the cursor."""
+        if self._grid.marks:
+            found = sorted(self._marked(), key=lambda one: (one.node, one.pid))
+        else:
+            found = [one for one in [self._found.get(self._grid.cursor or "")] if one is not None]
+        if not found:
+            self.board.notify("no process selected", markup=False)
             return
-        detail = Text(f"{one.node}  pid {process.pid}\n{process.command}\n\nSIG{signal}: {SIGNALS[signal]}")
-        verb = f"Send {signal}"
-        board.push_screen(
-            Confirm(f"Send SIG{signal} to {name}?", detail, verb=verb), lambda yes: send(signal) if yes else None
-        )
+        signal_these(self.board, found)
 
-    options = [(signal, f"{signal:<5} {words}") for signal, words in SIGNALS.items()]
-    board.push_screen(Choose(f"Signal for {name}: {fit(process.command, 30).rstrip()}", options), chosen)
+    @on(Grid.Chosen)
+    def _chosen(self) -> None:
+        self.action_jump()
+
+    def action_jump(self) -> None:
+        """Show the process's GPU."""
+        if (one := self._found.get(self._grid.cursor or "")) is not None:
+            self.board.open_gpu(one.gpus[0].uuid)
+
+
+def _key(item: Running | Group) -> str:
+    return group_key(item) if isinstance(item, Group) else item.key

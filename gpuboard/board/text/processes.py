@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from gpuboard.board.scene import Place
-from gpuboard.board.text.rows import Cell, Column, Row
+from gpuboard.board.text.format import UNKNOWN
+from gpuboard.board.text.plots import meter
+from gpuboard.board.text.rows import Cell, Column, Row, Runs
+from gpuboard.board.theme.styles import Glyphs
+from gpuboard.cluster.snapshot.processes import Group, Running, sums
 from gpuboard.model.snapshot import ProcessView
-from gpuboard.model.units import format_duration, format_size
+from gpuboard.model.units import compact_size, format_duration
 
-PROCESS_COLUMNS = (
-    Column("user", "User", 10),
+BUSY_SM = 5  # percent of SM time below which a process counts as idle
+_METER, _METER_FROM = 6, 140  # cells of the meter of SM time, and of the terminal from which there is one
+_INDENT = 2  # of the processes below the heading of their group
+
+_USER = Column("user", "User", 10)
+_REST = (
     Column("pid", "Pid", 8, right=True),
-    Column("memory", "Memory", 8, right=True, drop=2),
-    Column("runtime", "Runtime", 7, right=True, drop=3),
-    Column("job", "Job", 8, drop=5),
-    Column("lease", "Lease", 6, drop=4),
-    Column("container", "Container", 12, drop=6),
+    Column("memory", "Memory", 6, right=True, drop=2),
+    Column("sm", "SM%", 4, right=True, drop=3),
+    Column("cpu", "CPU%", 5, right=True, drop=5),
+    Column("host", "Host", 5, right=True, drop=7),
+    Column("time", "Time", 7, right=True, drop=4),
+    Column("job", "Job", 8, drop=8),
+    Column("lease", "Lease", 6, drop=6),
+    Column("container", "Container", 12, drop=9),
     Column("note", "Note", 8, drop=1),
     Column("command", "Command", 16, weight=1, least=16),
 )
+PROCESS_COLUMNS = (_USER, *_REST)
+CLUSTER_COLUMNS = (_USER, Column("node", "Node", 8, weight=0), Column("gpu", "GPU", 5, right=True), *_REST)
+NODE_MOST = 24  # cells of the column of nodes
 
 
 def process_key(process: ProcessView) -> str:
@@ -33,15 +48,18 @@ def process_rows(place: Place, *, dim: bool) -> list[Row]:
     return [Row(process_key(process), partial(process_cells, process), dim=dim) for process in found]
 
 
-def process_cells(process: ProcessView) -> tuple[Cell, ...]:
+def process_cells(process: ProcessView, *, mine: bool = False) -> tuple[Cell, ...]:
     """Return the cells of a process, one for each of ``PROCESS_COLUMNS``."""
     note = "rogue" if process.rogue else process.type if process.type != "compute" else ""
-    runtime = "?" if process.runtime_s is None else format_duration(process.runtime_s)
+    sm, cpu = process.sm_percent, process.cpu_percent
     return (
-        Cell("hidden" if process.user is None else process.user, "unknown" if process.user is None else ""),
+        Cell("hidden", "unknown") if process.user is None else Cell(process.user, "mine" if mine else ""),
         Cell(str(process.pid)),
-        Cell(format_size(process.memory), "unknown" if process.memory is None else ""),
-        Cell(runtime, "unknown" if process.runtime_s is None else ""),
+        _known(compact_size(process.memory)),
+        _known(UNKNOWN if sm is None else str(sm), "dim" if sm is not None and sm < BUSY_SM else ""),
+        _known(UNKNOWN if cpu is None else f"{cpu:.0f}"),
+        _known(compact_size(process.host_memory)),
+        _known(UNKNOWN if process.runtime_s is None else format_duration(process.runtime_s)),
         Cell(process.job or "-", "" if process.job else "dim"),
         Cell(process.lease or "-", "" if process.lease else "dim"),
         Cell(process.container or "-", "" if process.container else "dim"),
@@ -50,6 +68,76 @@ def process_cells(process: ProcessView) -> tuple[Cell, ...]:
     )
 
 
+def _known(text: str, style: str = "") -> Cell:
+    return Cell(text, "unknown" if text == UNKNOWN else style)
+
+
 def no_processes(place: Place) -> str:
     """Return the text in place of processes where there are none to show."""
     return "no process" if place.gpu.processes is not None else "? cannot read the processes"
+
+
+def cluster_columns(names: Collection[str], cells: int) -> tuple[Column, ...]:
+    """Return the columns of processes on many nodes, for ``cells`` in all; names are as wide as the longest."""
+    sizes = {"node": min(NODE_MOST, max([4, *map(len, names)])), "sm": 4 + meter_cells(cells)}
+    return tuple(column._replace(width=sizes.get(column.key, column.width)) for column in CLUSTER_COLUMNS)
+
+
+def meter_cells(cells: int) -> int:
+    """Return the width of the meter of SM time, where ``cells`` are there in all; 0: there is no room for one."""
+    return _METER if cells >= _METER_FROM else 0
+
+
+def running_row(item: Running | Group, *, mine: bool, dim: bool, indent: bool, bar: int, glyphs: Glyphs) -> Row:
+    """Return the row of a process in ``cluster_columns``, or the heading of a group."""
+    if isinstance(item, Group):
+        return Row(
+            group_key(item), (Cell(f"{item.title}  {sums(item.processes)}{_total(item.processes)}"),), group=True
+        )
+    return Row(item.key, partial(_running_cells, item, mine=mine, indent=indent, bar=bar, glyphs=glyphs), dim=dim)
+
+
+def group_key(group: Group) -> str:
+    """Return the key of a group's heading."""
+    return f"group {group.title}"
+
+
+def _running_cells(one: Running, *, mine: bool, indent: bool, bar: int, glyphs: Glyphs) -> tuple[Cell, ...]:
+    user, pid, memory, sm, *rest = process_cells(one, mine=mine)
+    if indent:
+        user = user._replace(text=" " * _INDENT + str(user.text))
+    if bar:
+        full, track = meter(None if one.sm_percent is None else one.sm_percent / 100, bar, glyphs)
+        sm = Cell(((full, "busy"), (track, "dim"), (f"{sm.text:>4}", sm.style)))
+    return (user, Cell(one.node), Cell(one.indexes), pid, memory, sm, *rest)
+
+
+def _total(found: Sequence[Running]) -> str:
+    """Return the memory and the mean SM time of processes, as far as known."""
+    memory = [one.memory for one in found]
+    percents = [one.sm_percent for one in found if one.sm_percent is not None]
+    words = "" if None in memory else f"  {compact_size(sum(size or 0 for size in memory))}"
+    return words + (f"  SM {sum(percents) / len(percents):.0f}%" if percents else "")
+
+
+def overview(found: Sequence[Running], *, shown: int, selected: int, order: str) -> Runs:
+    """Return the line above the list: how many there are, ``shown`` of them, and their order."""
+    users = len({one.user for one in found})
+    words = f"{sums(found)}, {users} user{'s' * (users != 1)}{_total(found)}" if found else "Processes: none"
+    runs: list[tuple[str, str]] = [(words, "title")]
+    if shown != len(found):
+        runs.append((f"   {shown} match the filter" if shown != 1 else "   1 matches the filter", "title"))
+    if selected:
+        runs.append((f"   {selected} selected", "marked"))
+    runs.append((f"   {order}", "dim"))
+    return tuple(runs)
+
+
+def about(one: Running) -> list[Runs]:
+    """Return the lines about the process under the cursor: columns cut long values."""
+    places = f"{one.node}:{one.indexes}"
+    parts = [f"pid {one.pid} on {places}", f"{compact_size(one.memory)} GPU", f"{compact_size(one.host_memory)} host"]
+    parts += [f"{word} {value}" for word, value in (("job", one.job), ("lease", one.lease)) if value]
+    parts += [f"container {one.container}"] if one.container else []
+    parts += [f"uid {one.uid}"] if one.uid is not None else []
+    return [((f"{one.user or 'hidden'}  {'  '.join(parts)}", "bad" if one.rogue else ""),), ((one.command, "dim"),)]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gpuboard.model.snapshot import NodeView, ProcessView, Snapshot
+from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
 from gpuboard.model.units import ranges
 
 
@@ -55,15 +55,18 @@ class Group(NamedTuple):
 
 
 def running(nodes: Iterable[NodeView]) -> list[Running]:
-    """Return the processes on all GPUs by node, GPU and memory."""
-    found: list[Running] = []
-    for node in nodes:
-        parts: dict[tuple[int, float | None], list[tuple[OnGpu, ProcessView]]] = {}
-        for gpu in node.gpus:
-            for process in gpu.processes or ():
-                part = OnGpu(gpu.index, gpu.uuid, process.memory, process.sm_percent)
-                parts.setdefault((process.pid, process.started), []).append((part, process))
-        found += [_joined(node.name, on_gpus) for on_gpus in parts.values()]
+    """Return the processes on all GPUs of nodes, as ``on_gpus`` does."""
+    return on_gpus((node.name, gpu) for node in nodes for gpu in node.gpus)
+
+
+def on_gpus(places: Iterable[tuple[str, GpuView]]) -> list[Running]:
+    """Return the processes on GPUs with the names of their nodes; by node, GPU and memory."""
+    parts: dict[tuple[str, int, float | None], list[tuple[OnGpu, ProcessView]]] = {}
+    for node, gpu in places:
+        for process in gpu.processes or ():
+            part = OnGpu(gpu.index, gpu.uuid, process.memory, process.sm_percent)
+            parts.setdefault((node, process.pid, process.started), []).append((part, process))
+    found = [_joined(node, used) for (node, _, _), used in parts.items()]
     return sorted(found, key=lambda one: (one.node, one.gpus[0].index, -(one.memory or 0), one.pid))
 
 
@@ -128,12 +131,16 @@ def grouped(found: Sequence[Running], runs: Mapping[str, str]) -> list[Group]:
 
     ``runs``: the ids of the caller's own runs by lease; the runs of other users cannot be read.
     """
-    groups: dict[tuple[str, str | None], Group] = {}
+    groups: dict[str, Group] = {}
     for one in found:
-        run = runs.get(one.lease or "")
-        title = f"run {run}" if run else (f"job {one.job}" if one.job else f"lease {one.lease}" if one.lease else "")
-        owner = one.user if title.startswith("lease") else None  # two users can have leases with the same id
-        groups.setdefault((title, owner), Group(title or "no run, job or lease", [])).processes.append(one)
+        title = "no run, job or lease"
+        if one.lease is not None and one.lease in runs:
+            title = f"run {runs[one.lease]}"
+        elif one.job:
+            title = f"job {one.job}"
+        elif one.lease:  # two users can have leases with the same id
+            title = f"lease {one.lease} of {one.user or 'a hidden user'}"
+        groups.setdefault(title, Group(title, [])).processes.append(one)
     return sorted(groups.values(), key=lambda group: group.title.startswith("no "))
 
 
