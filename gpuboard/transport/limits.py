@@ -36,6 +36,7 @@ class _Outline(msgspec.Struct, gc=False):
 
 class _GpuOutline(msgspec.Struct, gc=False):
     processes: list[msgspec.Raw] | None = None
+    loads: list[msgspec.Raw] = []
     mig: list[msgspec.Raw] | None = None
 
 
@@ -74,7 +75,7 @@ def check_line(line: memoryview) -> None:
         _at_most(GPUS, len(found.gpus), "GPUs")
         _at_most(CLAIMS, len(found.claims), "claims")
         for gpu in map(_gpu_outline.decode, found.gpus):
-            _at_most(PROCESSES, len(gpu.processes or ()), "processes")
+            _at_most(PROCESSES, max(len(gpu.processes or ()), len(gpu.loads)), "processes")
             _at_most(MIG_DEVICES, len(gpu.mig or ()), "MIG devices of a GPU")
 
 
@@ -86,7 +87,7 @@ def check_message(message: object, size: int) -> None:
         _devices(len(gpu.mig) for gpu in message.gpus)
         processes = sum(len(gpu.processes or ()) for gpu in message.gpus)
         processes += sum(len(part.processes or ()) for gpu in message.gpus for part in gpu.mig)
-        _at_most(PROCESSES, processes, "processes")
+        _at_most(PROCESSES, max(processes, sum(len(gpu.loads) for gpu in message.gpus)), "processes")
         for gpu in message.gpus:
             _at_most(ENTRIES, max(len(gpu.throttle), len(gpu.xids or ())), "errors of a GPU")
     elif type(message) is not Reply:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from gpuboard.cluster.feed import backoff_s
-from gpuboard.model.gpu import GpuReading, GpuStatic, MigReading, MigStatic, Process
+from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, Process
 from gpuboard.model.reading import Claim, Event, Hello, Reading, Static
 from gpuboard.transport import limits
 from gpuboard.transport.limits import Budget, Exceeded, check_line, check_message
@@ -66,6 +66,7 @@ STATIC = GpuStatic(0, "GPU-0", "H100", "0")
         (reading(claims=4096), reading(claims=4097), "4097 claims"),
         (reading(gpu(processes=PROCESSES)), reading(gpu(processes=PROCESSES), gpu(processes=[Process(2, "compute")])),
          "8193 processes"),
+        (reading(gpu(loads=[Load()] * 8192)), reading(gpu(loads=[Load()] * 8193)), "8193 processes"),
         (reading(gpu(mig=PARTS)), reading(gpu(mig=[*PARTS, MigReading("MIG-1")])), "65 MIG devices of a GPU"),
         (reading(*[gpu(mig=PARTS)] * 16), reading(*[gpu(mig=PARTS)] * 17), "1088 MIG devices"),
         (Static([STATIC] * 256), Static([STATIC] * 257), "257 GPUs"),
@@ -91,6 +92,9 @@ def test_facts_are_short(message: Static | Hello | Event) -> None:
 def test_a_long_line_is_counted_before_it_is_decoded() -> None:
     line = msgspec.json.encode({"t": "reading", "gpus": [{"uuid": "GPU-0"}] * 20_000})
     with pytest.raises(Exceeded, match="20000 GPUs"):
+        check_line(memoryview(line))
+    line = msgspec.json.encode({"t": "reading", "gpus": [{"uuid": "GPU-0", "loads": [[1, 2.0, 3]] * 30_000}]})
+    with pytest.raises(Exceeded, match="30000 processes"):
         check_line(memoryview(line))
     check_line(memoryview(msgspec.json.encode({"t": "reply", "id": 1, "value": "x" * MIB})))
 
