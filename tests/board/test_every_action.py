@@ -71,6 +71,7 @@ SCREENS = [
     Screen("enter", "Back", at_cluster),
     Screen("l", "Back", at_cluster),
     Screen("u", "Back", at_cluster),
+    Screen("P", "Back", at_cluster),
     Screen("question_mark", "Close", at_cluster),
     Screen(open_watches, "Back", at_cluster),
     Screen(open_log, "Back", at_cluster),

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -223,6 +224,31 @@ def test_a_launch_from_selected_gpus_of_two_nodes(screen: Pane, started_nodes: C
     screen.states(USUAL)  # what launch reserved is given back
     screen.keys("Escape")
     screen.wait(lambda text: "selected" not in text, "the selection is taken away")
+
+
+def test_processes_of_the_cluster_and_one_signal_to_two_of_them(screen: Pane, started_nodes: Cluster) -> None:
+    gpu03 = started_nodes["gpu03"]
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(gpu03.popen(["sleep", words], user="alice")) for words in ("611", "612"))
+        stack.callback(lambda: [process.kill() for process in (one, two)])
+        loads = [(process.process.inner, percent) for process, percent in ((one, 71), (two, 9))]
+        gpu03.script([Gpu(processes=(("compute", pid, 3 * GIB),), samples=((pid, sm, 0.1),)) for pid, sm in loads])
+        screen.keys("P")
+        text = screen.shows("2 processes on 2 GPUs of 1 node, 1 user", "sleep 611", "sleep 612")
+        assert row(text, "sleep 611").split()[:6] == ["alice", "gpu03", "0", str(loads[0][0]), "3.0G", "71"]
+        screen.keys("Space", "Space")
+        screen.shows("2 selected")
+        screen.keys("K")
+        screen.shows("Signal for 2 processes")
+        screen.keys("Enter")
+        screen.shows("Send SIGTERM to 2 processes?", f"pid {loads[0][0]}", f"pid {loads[1][0]}")
+        screen.keys("y")
+        screen.shows("signal sent to 2 processes")
+        assert [process.wait(60) for process in (one, two)] == [-signal.SIGTERM] * 2
+    gpu03.script([Gpu(), Gpu()])
+    screen.shows("No process on any GPU.")
+    screen.keys("Escape", "Escape")
+    screen.states(USUAL)
 
 
 def test_a_node_that_hangs_goes_unknown_alone_and_comes_back(screen: Pane, started_nodes: Cluster) -> None:
