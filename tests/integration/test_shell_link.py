@@ -160,6 +160,7 @@ def test_it_sends_the_messages_of_an_agent(fake: FakeSmi, links: list[Recorded])
     assert (reading.memory_total or 0) > 2**20
     assert reading.load1 is not None
     ours, hidden = reading.gpus[1].processes or []
+    assert reading.gpus[1].loads == []
     assert (ours.pid, ours.uid, ours.user, ours.type) == (os.getpid(), 0, "root", "compute")
     assert ours.name in {"pytest", "python", "python3"}
     assert ours.command == Path("/proc/self/cmdline").read_text().replace("\0", " ").strip()[:COMMAND_LIMIT]

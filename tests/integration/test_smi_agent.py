@@ -67,7 +67,9 @@ def test_processes_are_named_out_of_proc(script: Path, fake: FakeSmi) -> None:
     listing = (Path(__file__).parent.parent / "data/nvidia-smi/v13-h100-590.xml").read_text()
     fake.prints(listing.replace("<pid>4242<", f"<pid>{os.getpid()}<").replace("<pid>99<", "<pid>2147483000<").encode())
     with Agent(script) as agent:
-        ours, hidden = agent.reading().gpus[1].processes or []
+        gpu = agent.reading().gpus[1]
+    ours, hidden = gpu.processes or []
+    assert [(load.sm_percent, bool(load.host_memory)) for load in gpu.loads] == [(None, True), (None, False)]
     assert (ours.pid, ours.uid, ours.type, ours.memory) == (os.getpid(), os.getuid(), "compute", 65710 * 2**20)
     assert ours.command == Path("/proc/self/cmdline").read_text().replace("\0", " ").strip()[:COMMAND_LIMIT]
     assert (hidden.user, hidden.type) == (None, "graphics")

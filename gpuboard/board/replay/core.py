@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from gpuboard import paths
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.launch_process import LaunchForm, Starter
 from gpuboard.board.operations import Operations
+from gpuboard.board.overview.log import EventLog
 from gpuboard.board.scene import Scene
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError, UsageError
@@ -20,6 +21,7 @@ from gpuboard.recording.player import Player
 
 if TYPE_CHECKING:
     from gpuboard.board.dialogs.launch_process import StartedRun
+    from gpuboard.cluster.snapshot.processes import Running
     from gpuboard.config import Settings
     from gpuboard.leases.ledger import Released
     from gpuboard.leases.output.formats import Allocation
@@ -43,6 +45,7 @@ class ReplayCore(Core):
         super().__init__(nodes, settings, apart)
         self.operations = _ReadOnly(nodes, settings, apart, self.fleet)
         self.starter = _NoStarter(nodes, apart)
+        self.events = EventLog(apart, self.nodes, kept=False)
         self.recording = recording
         self.player = Player(recording)
         self._lock = threading.Lock()  # player: the UI's thread and the one that makes scenes
@@ -56,6 +59,9 @@ class ReplayCore(Core):
 
     def connect(self) -> None:
         """Connect to nothing."""
+
+    def record(self, tell: Callable[[str], object]) -> None:
+        """Keep nothing on disk."""
 
     def start(self, changed: Callable[[Scene], object]) -> None:
         """Call ``changed`` with every new scene, in a background thread."""
@@ -84,6 +90,7 @@ class ReplayCore(Core):
             try:
                 newest = self.scene()
                 self.history.add(newest.snapshot, self.player.position)
+                self.events.add(newest.snapshot, newest.leases, self.player.position)
             except GpuboardError as error:  # what was shown stays; a jump may lead to a part that is not damaged
                 last = newest or self.first
                 changed(Scene(last.snapshot, last.leases, uids=last.uids, banners=(str(error),), label=last.label))
@@ -123,7 +130,7 @@ class _ReadOnly(Operations):
     def renew(self, lease: str, for_s: float) -> None:
         _refuse()
 
-    def signal(self, node: str, pid: int, started: float, name: str) -> None:
+    def signal(self, processes: Sequence[Running], name: str) -> list[str]:
         _refuse()
 
 
