@@ -230,7 +230,8 @@ def test_processes_of_the_cluster_and_one_signal_to_two_of_them(screen: Pane, st
     gpu03 = started_nodes["gpu03"]
     with ExitStack() as stack:
         one, two = (stack.enter_context(gpu03.popen(["sleep", words], user="alice")) for words in ("611", "612"))
-        stack.callback(lambda: [process.kill() for process in (one, two)])
+        for process in (one, two):
+            stack.callback(process.kill)
         loads = [(process.process.inner, percent) for process, percent in ((one, 71), (two, 9))]
         gpu03.script([Gpu(processes=(("compute", pid, 3 * GIB),), samples=((pid, sm, 0.1),)) for pid, sm in loads])
         screen.keys("P")

@@ -54,7 +54,10 @@ class ReplayCore(Core):
     def control(self, change: Callable[[Player], object]) -> None:
         """Change the position, the speed or the pause; a new scene follows at once."""
         with self._lock:
+            before = self.player.position
             change(self.player)
+            if self.player.position < before:  # what comes now was before
+                self.events = EventLog(self.env, self.nodes, kept=False)
         self._wake.set()
 
     def connect(self) -> None:
