@@ -75,19 +75,19 @@ def test_valid_keys_are_remapped_and_invalid_ones_are_reported() -> None:
     config: dict[str, dict[str, str | list[str]]] = {
         "app": {"quit": ["ctrl+x", "Q"], "hepl": "h"},
         "cluster": {"sort": "space", "group": "nokey", "view": "tab"},
-        "grid": {"up": "h", "down": "h"},
+        "grid": {"up": "f9", "down": "f9"},
         "dialog": {"yes": "n", "no": "y"},  # these two change places
         "leases": {"release": []},
     }
     keymap, problems = keys.remap(config)
-    assert keymap == {"app.quit": "ctrl+x,Q", "grid.up": "h", "dialog.yes": "n", "dialog.no": "y"}
+    assert keymap == {"app.quit": "ctrl+x,Q", "grid.up": "f9", "dialog.yes": "n", "dialog.no": "y"}
     assert sorted(problems) == sorted(
         [
             "[keys] app.hepl: no such action; the help screen (?) lists the names",
             "[keys] cluster.group = 'nokey': not a key; write R, ctrl+r, f5 or question_mark",
             "[keys] leases.release = '': not a key; write R, ctrl+r, f5 or question_mark",
             "[keys] cluster.view = 'tab': this is the key of textual itself; cluster.view keeps t",
-            "[keys] grid.down = 'h': this is the key of grid.up (Up); grid.down keeps down, j",
+            "[keys] grid.down = 'f9': this is the key of grid.up (Up); grid.down keeps down, j",
             "[keys] cluster.sort = 'space': this is the key of grid.mark (Select); cluster.sort keeps s",
         ]
     )

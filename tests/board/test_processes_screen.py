@@ -99,7 +99,7 @@ async def test_filter_and_way_back(tmp_path: Path) -> None:
         await pilot.press("slash")
         await lab.settle(pilot, lambda: isinstance(app.focused, Input))
         assert isinstance(app.focused, Input)
-        app.focused.value = "bob GPU02"
+        app.focused.value = "user:bob node:gpu02 mem<1T"
         await lab.settle(pilot, lambda: len(rows(app)) == 1)
         assert "1 matches the filter" in lab.screen(app)
         await pilot.press("down", "space", "escape")
@@ -128,7 +128,7 @@ async def test_groups_by_run_job_and_lease(tmp_path: Path) -> None:
             "run rabc  1 process on 2 GPUs of 1 node  16G  SM 90%", "alice",
             "no run, job or lease  1 process on 1 GPU of 1 node  2.0G", "mallory",
         ]  # fmt: skip
-        assert lab.screen(app).splitlines()[3].startswith("job 17")
+        assert lab.screen(app).splitlines()[3].lstrip().startswith("job 17")
         await pilot.press("t")
         await lab.settle(pilot, lambda: len(rows(app)) == 4)
 

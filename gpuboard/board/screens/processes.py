@@ -7,13 +7,13 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Input
 
 from gpuboard.board.background import Background
 from gpuboard.board.dialogs.base import Choose
 from gpuboard.board.dialogs.signal import signal_these
+from gpuboard.board.filter.processes import PROCESSES, is_mine
 from gpuboard.board.scene import Scene
-from gpuboard.board.screens.base import BoardScreen
+from gpuboard.board.screens.base import FilteredScreen
 from gpuboard.board.text.processes import about, cluster_columns, group_key, meter_cells, overview, running_row
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid, LazyRows, Row
@@ -22,7 +22,6 @@ from gpuboard.cluster.snapshot.processes import SORTS, Group, Running, grouped, 
 from gpuboard.launch.runs.folder import by_lease
 
 _UNREAD_MOST = 8  # names of nodes and GPUs
-_HINT = "any words: user, node, command, job, lease"
 _SORT_WORDS = {
     "node": "node and GPU",
     "sm": "SM time",
@@ -32,25 +31,24 @@ _SORT_WORDS = {
 }
 
 
-class ProcessesScreen(BoardScreen):
+class ProcessesScreen(FilteredScreen):
     """Every process, each once; the user's own in bold."""
 
     TITLE_WORDS = "Processes"
+    LANGUAGE = PROCESSES
+    FILTERED = "processes"
+    FILTER_HINT = "user:me node:gpu[01-04] mem>40G sm<10 flag:rogue, or any word"
     AUTO_FOCUS = "#processes"
     DEFAULT_CSS = """
     ProcessesScreen #sums, ProcessesScreen #about { margin: 0 1; }
-    ProcessesScreen #filter { display: none; height: 1; border: none; padding: 0 1; }
-    ProcessesScreen #filter.-open { display: block; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Back", id="processes.back"),
-        Binding("slash", "filter", "Filter", id="processes.filter"),
         Binding("t", "tree", "By run or job", id="processes.tree"),
         Binding("s", "sort", "Sort", id="processes.sort"),
         Binding("S", "reverse", "Reverse order", id="processes.reverse", show=False),
         Binding("K", "signal", "Signal", id="processes.signal"),
         Binding("g", "jump", "Its GPU", id="processes.jump", show=False),  # enter does the same
-        Binding("down", "rows", "To the rows", id="processes.rows", show=False),
     ]
 
     def __init__(self) -> None:
@@ -63,7 +61,7 @@ class ProcessesScreen(BoardScreen):
     def compose(self) -> ComposeResult:
         """Sums, filter, the processes, the one under the cursor."""
         yield Lines(id="sums")
-        yield Input(placeholder=_HINT, id="filter", compact=True, select_on_focus=False, disabled=True)
+        yield self.filter_field()
         yield Grid(cluster_columns((), 0), marks=True, id="processes")
         yield Lines(id="about")
         yield Footer()
@@ -73,8 +71,14 @@ class ProcessesScreen(BoardScreen):
         return self.query_one("#processes", Grid)
 
     @property
-    def _box(self) -> Input:
-        return self.query_one("#filter", Input)
+    def rows_widget(self) -> Grid:
+        """The list."""
+        return self._grid
+
+    def filter_rows(self) -> list[tuple[Running, int | None]]:
+        """Return every process, with the user's uid on its node."""
+        uids = {} if self.board.scene is None else self.board.scene.uids
+        return [(one, uids.get(one.node)) for one in self._found.values()]
 
     # Drawing
 
@@ -82,7 +86,9 @@ class ProcessesScreen(BoardScreen):
         """Draw the processes of ``scene``; only visible rows are made."""
         found = running(scene.snapshot.nodes)
         self._found = {one.key: one for one in found}
-        shown = in_order([one for one in found if self._matches(one)], self._sort, reverse=self._reverse)
+        query = self.query_in_force
+        matching = [one for one, uid in self.filter_rows() if query.matches(one, uid)]
+        shown = in_order(matching, self._sort, reverse=self._reverse)
         items: list[Running | Group] = list(shown)
         if self._tree:
             self._read_runs()
@@ -93,7 +99,7 @@ class ProcessesScreen(BoardScreen):
         bar, glyphs = meter_cells(self.size.width), self.board.look.glyphs
 
         def row(item: Running | Group) -> Row:
-            own = isinstance(item, Running) and item.uid is not None and item.uid == scene.uids.get(item.node)
+            own = isinstance(item, Running) and is_mine(item, scene.uids.get(item.node))
             dim = isinstance(item, Running) and scene.nodes[item.node].state != "up"
             return running_row(item, mine=own, dim=dim, indent=self._tree, bar=bar, glyphs=glyphs)
 
@@ -147,54 +153,13 @@ class ProcessesScreen(BoardScreen):
 
         self._background.ask(work, read)
 
-    # Filter
-
-    def _matches(self, one: Running) -> bool:
-        words = self._box.value.casefold().split()
-        texts = (one.user, one.node, str(one.pid), one.command, one.job, one.lease, one.container)
-        text = "\0".join(text or "" for text in texts).casefold() if words else ""
-        return all(word in text for word in words)
-
-    def action_filter(self) -> None:
-        """Type a filter."""
-        self._box.add_class("-open")
-        self._box.disabled = False
-        self.set_focus(self._box)
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Hide ``/`` from the footer while a filter is typed: it is text then."""
-        return not (action == "filter" and self.focused is self._box) and super().check_action(action, parameters)
-
-    def action_rows(self) -> None:
-        """Go from the filter to the rows."""
-        self.set_focus(self._grid)
-
     def action_back(self) -> None:
         """Clear the filter; without one the selection; without that, close the screen."""
-        if self._box.has_class("-open"):
-            self._close_filter()
-        elif self._grid.marks:
+        if self._grid.marks and not self.field.is_open:
             self._grid.marks = ()
             self._redraw()
         else:
-            self.board.pop_screen()
-
-    def _close_filter(self) -> None:
-        self.set_focus(self._grid)
-        self._box.remove_class("-open")
-        self._box.disabled = True
-        self._box.value = ""
-
-    @on(Input.Changed, "#filter")
-    def _typed(self) -> None:
-        self._redraw()
-
-    @on(Input.Submitted, "#filter")
-    def _entered(self) -> None:
-        if self._box.value.strip():
-            self.set_focus(self._grid)
-        else:
-            self._close_filter()
+            super().action_back()
 
     # Order
 
