@@ -159,7 +159,7 @@ async def test_a_log_is_gone_through_by_the_arrows(tmp_path: Path) -> None:
 async def test_the_help_is_read_by_keys(tmp_path: Path) -> None:
     async with lab.board(lab.make_core(tmp_path), (80, 24)) as (app, pilot):
         await pilot.press("question_mark")
-        await lab.settle(pilot, lambda: isinstance(app.screen, HelpScreen) and "States" in lab.screen(app))
+        await lab.settle(pilot, lambda: isinstance(app.screen, HelpScreen) and "Reserve" in lab.screen(app))
         body = app.screen.query_one(VerticalScroll)
         for there, back in (("down", "up"), ("pagedown", "pageup"), ("end", "home")):
             await pilot.press(there)

@@ -155,7 +155,7 @@ def test_the_board_takes_over_without_blanking_it(held: Held) -> None:
 def test_what_is_typed_meanwhile_waits_and_is_not_shown(held: Held) -> None:
     held.press(b"\x1c~?")  # ctrl-\ would kill it
     held.release()
-    held.shows("States")
+    held.shows("Reserve")
     assert "~" not in held.text
     held.press(b"\x03")
     held.ends(2 * LEAVE_S)

@@ -117,6 +117,8 @@ class Grid(Dragging, can_focus=True):
         self.empty = empty
         self._marking = marks
         self._indent = MARK_WIDTH if marks and mark_column else 0
+        if self._indent:
+            self.styles.padding = 0  # the marks stand there
         self._rows: Sequence[Row] = ()
         self._indexes: dict[str, int] | None = {}
         self._cursor: str | None = None

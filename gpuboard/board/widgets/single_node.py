@@ -25,8 +25,6 @@ _EMPTY_LINES = 3  # for the text in place of rows
 class MeterGrid(Grid):
     """GPUs and MIG devices with meters. Keys are UUIDs, or ``node:NAME`` of a node without known GPUs."""
 
-    DEFAULT_CSS = "MeterGrid { padding: 0; }"
-
     def __init__(self, history: History, *, id: str | None = None) -> None:
         super().__init__((), marks=True, id=id)
         self._history = history

@@ -33,8 +33,6 @@ Utilization = Callable[[str, int], Sequence[int | None]]  # a GPU's newest sampl
 class GpuTable(Grid):
     """GPUs in rows. Keys are UUIDs, also of MIG devices, and ``node:NAME`` of nodes without known GPUs."""
 
-    DEFAULT_CSS = "GpuTable { padding: 0; }"
-
     def __init__(self, utilization: Utilization, *, id: str | None = None) -> None:
         super().__init__((), marks=True, id=id)
         self._utilization = utilization
