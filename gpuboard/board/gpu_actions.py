@@ -44,7 +44,7 @@ class ActingScreen(BoardScreen):
         clipboard.open_copy(self.board, self.targets())
 
 
-class GraphScreen(ActingScreen):
+class GraphScreen(BoardScreen):
     """A screen with graphs; their span is the same on all of them and kept between starts."""
 
     TITLE_WORDS = "Graphs"
@@ -53,7 +53,7 @@ class GraphScreen(ActingScreen):
     @property
     def span(self) -> Span:
         """The span of the graphs."""
-        return next(span for span in SPANS if span.name == self.board.preferences.span)
+        return self.board.preferences.graphs
 
     def action_span(self) -> None:
         """Show the next longer span, after the longest the shortest."""

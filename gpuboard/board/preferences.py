@@ -13,7 +13,7 @@ import msgspec
 from gpuboard import files, paths
 from gpuboard.board.arrange import GROUPS, PANES, SORTS, VIEWS, ViewState
 from gpuboard.board.filter.query import TEXT_MAX
-from gpuboard.board.history import FIVE_MINUTES, SPANS
+from gpuboard.board.history import FIVE_MINUTES, SPANS, Span
 
 _SIZE = 64 * 1024  # bytes; we never write more
 
@@ -34,6 +34,11 @@ class Preferences(msgspec.Struct, frozen=True):
     span: str = FIVE_MINUTES.name  # of the graphs, one of SPANS
     filters: tuple[SavedFilter, ...] = ()
     columns: tuple[str, ...] = ()  # of the table, as tables/columns.py reads them; none: the usual ones
+
+    @property
+    def graphs(self) -> Span:
+        """The span of the graphs."""
+        return next(span for span in SPANS if span.name == self.span)
 
 
 def path(env: Mapping[str, str]) -> Path:

@@ -28,9 +28,9 @@ async def test_entries_stand_whole_and_help_at_the_right(tmp_path: Path, columns
 
 async def test_remapped_keys_are_shown(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
-    core.settings = msgspec.structs.replace(core.settings, keys={"cluster": {"view": "v"}, "app": {"help": "f2"}})
+    core.settings = msgspec.structs.replace(core.settings, keys={"cluster": {"view": "b"}, "app": {"help": "f2"}})
     async with lab.board(core) as (app, pilot):
         footer = app.screen.query_one(Footer)
         await lab.settle(pilot, lambda: footer.entries)
         keys = {entry.words: entry.key for entry in footer.entries}
-        assert (keys["View"], keys["Help"]) == ("v", "f2")
+        assert (keys["View"], keys["Help"]) == ("b", "f2")

@@ -120,7 +120,7 @@ async def test_the_screen_lists_sorts_and_filters(tmp_path: Path, size: tuple[in
         assert drawn.index("alice") < drawn.index("bob ")
         await pilot.press("s")
         await settle(pilot, lambda: screen(app).index("bob ") < screen(app).index("alice"))
-        await pilot.press("h")
+        await pilot.press("t")
         await settle(pilot, lambda: "60 min ago" in screen(app))
         await pilot.press("slash", *"kind:unreach")
         await settle(pilot, lambda: "1 match" in screen(app))

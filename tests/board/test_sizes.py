@@ -21,7 +21,7 @@ from tests.board.lab import board, make_core, screen, settle
 PLACES = {
     "picture": (), "table": ("t",), "GPU": ("enter",), "node": ("n",), "leases": ("l",), "runs": ("u",),
     "watches": ("w",), "reserve": ("r",), "launch": ("x",), "copy": ("y",), "filter": ("slash", "a"),
-    "help": ("question_mark",), "palette": ("ctrl+p",), "themes": ("ctrl+t",),
+    "overview": ("v",), "help": ("question_mark",), "palette": ("ctrl+p",), "themes": ("ctrl+t",),
 }  # fmt: skip
 VIEWS = {"picture", "table", "filter"}  # of the cluster view itself
 # One place goes through them forwards and the next one backwards: each opens at the size of the place before it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gpuboard.board.history import FIVE_MINUTES, Cluster, History, Span
+from gpuboard.board.history import Cluster, History, Span
 from gpuboard.board.overview.events import Event
 from gpuboard.board.overview.log import EventLog
 from gpuboard.board.overview.people import People, Person
@@ -32,22 +32,21 @@ class Gatherer:
 
     def __init__(self, history: History, events: EventLog) -> None:
         self.order = "held"
-        self.span = FIVE_MINUTES
         self._history = history
         self._events = events
         self._people = People()
         self._upcoming = Upcoming()
 
-    def facts(self, scene: Scene, most: int) -> Facts:
-        """Return the facts of a scene, ``most`` of what ends next."""
+    def facts(self, scene: Scene, span: Span, most: int) -> Facts:
+        """Return the facts of a scene and of the ``span`` before it, ``most`` of what ends next."""
         now = seconds_of(scene.snapshot.at)
         return Facts(
-            self._history.cluster(self.span),
+            self._history.cluster(span),
             self._people.of(scene, self.order),
             self._upcoming.of(scene, now, most),
             self._events.events,
             self._events.problem,
             now,
-            self.span,
+            span,
             self.order,
         )

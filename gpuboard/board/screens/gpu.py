@@ -12,7 +12,7 @@ from textual.containers import Container, VerticalScroll
 
 from gpuboard.board.arrange import age_of, natural_nodes
 from gpuboard.board.dialogs.signal import running, signal_these
-from gpuboard.board.gpu_actions import GraphScreen
+from gpuboard.board.gpu_actions import ActingScreen, GraphScreen
 from gpuboard.board.history import History, is_current
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail import gpu as gpu_lines
@@ -122,7 +122,7 @@ def _panel_lines(known: Known, scene: Scene, history: History, frame: Frame, wid
     return [*lines, [], *gpu_lines.neighbour_line(place, width), *gpu_lines.health(place.gpu, width, only_bad=True)]
 
 
-class GpuScreen(GraphScreen):
+class GpuScreen(GraphScreen, ActingScreen):
     """One GPU: state and owner, plots of the last minutes, processes, links, health."""
 
     TITLE_WORDS = "GPU"

@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from gpuboard.board.arrange import natural_nodes, users_of
-from gpuboard.board.gpu_actions import GraphScreen
+from gpuboard.board.gpu_actions import ActingScreen, GraphScreen
 from gpuboard.board.history import History, Span
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.detail.graphs import Frame
@@ -177,7 +177,7 @@ def _number(value: float | None, unit: str) -> Cell:
     return Cell("?", "unknown") if value is None else Cell(f"{value:.0f}{unit}")
 
 
-class NodeScreen(GraphScreen):
+class NodeScreen(GraphScreen, ActingScreen):
     """One node: connection, host, GPUs."""
 
     TITLE_WORDS = "Node"

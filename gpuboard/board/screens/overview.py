@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
 from gpuboard.board.filter.events import EVENTS
-from gpuboard.board.history import SPANS
+from gpuboard.board.gpu_actions import GraphScreen
 from gpuboard.board.overview.events import Event
 from gpuboard.board.overview.facts import Gatherer
 from gpuboard.board.overview.people import ORDERS
@@ -35,7 +35,7 @@ _COLUMNS = (
 )
 
 
-class OverviewScreen(FilteredScreen):
+class OverviewScreen(GraphScreen, FilteredScreen):
     """Boxes above, the events in a list below."""
 
     TITLE_WORDS = "Overview"
@@ -48,7 +48,6 @@ class OverviewScreen(FilteredScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Back", id="overview.back"),
         Binding("s", "sort", "Sort people", id="overview.sort"),
-        Binding("h", "span", "5 min, 1 h, 24 h", id="overview.span"),
     ]
 
     def compose(self) -> ComposeResult:
@@ -135,10 +134,4 @@ class OverviewScreen(FilteredScreen):
         """Sort the people by GPUs held, used or idle."""
         shown = self._boxes.gatherer
         shown.order = ORDERS[(ORDERS.index(shown.order) + 1) % len(ORDERS)]
-        self.filter_changed()
-
-    def action_span(self) -> None:
-        """Show five minutes, an hour or a day of the cluster."""
-        shown = self._boxes.gatherer
-        shown.span = SPANS[(SPANS.index(shown.span) + 1) % len(SPANS)]
         self.filter_changed()

@@ -17,7 +17,7 @@ from rich.style import Style
 from gpuboard.board import preferences
 from gpuboard.board.arrange import NodeRow, ViewState, arrange, arrange_nodes, pane_of
 from gpuboard.board.core import Core
-from gpuboard.board.history import History
+from gpuboard.board.history import History, Span
 from gpuboard.board.overview.facts import Gatherer
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.terminal.guard import Guard, is_utf8
@@ -98,7 +98,7 @@ def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
         body = _Body(scene, kept.view, columns - (taken if pane == "right" else 0), base, look)
         left = rows - len(top) - _BELOW - (taken if pane == "below" else 0)
         drawn = (body.single_node if len(scene.snapshot.nodes) == 1 else body.picture)(core.history, left)
-        lines += body.with_overview(drawn, Gatherer(core.history, core.events), left)
+        lines += body.with_overview(drawn, Gatherer(core.history, core.events), kept.graphs, left)
     lines = lines[:rows] + [[(" " * columns, base)]] * (rows - len(lines))
     system = _colors(core.env)
     written = (
@@ -177,12 +177,12 @@ class _Body(NamedTuple):
             fit_runs([edge, *fit_runs(runs, width, self.base, ellipsis="")], self.columns, self.base) for runs in found
         ]
 
-    def with_overview(self, drawn: Sequence[Styled], gatherer: Gatherer, rows: int) -> list[Styled]:
+    def with_overview(self, drawn: Sequence[Styled], gatherer: Gatherer, span: Span, rows: int) -> list[Styled]:
         """Return the lines of the rows, and below them the overview, where there is room for it."""
         free = free_lines(self.scene, self.view, self.columns, rows)
         if free < LEAST:
             return [*drawn]
-        lines = overview(gatherer.facts(self.scene, free), self.columns, free, self.look.glyphs)
+        lines = overview(gatherer.facts(self.scene, span, free), self.columns, free, self.look.glyphs)
         blank = [(" " * self.columns, self.base)]
         above = [*drawn, *[blank] * (rows - free - len(drawn))][: rows - free]
         below = [runs_of(Cell(tuple(line)), self.base, self.look) for line in lines]

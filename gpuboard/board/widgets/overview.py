@@ -56,5 +56,6 @@ class OverviewPanel(Pane):
         """Show the newest facts; nothing is counted while hidden."""
         if self.display:
             lines, names = self.lines, self._names
-            facts, glyphs = self.gatherer.facts(scene, lines), cast("BoardApp", self.app).look.glyphs
+            board = cast("BoardApp", self.app)
+            facts, glyphs = self.gatherer.facts(scene, board.preferences.graphs, lines), board.look.glyphs
             self.show(lambda width: overview(facts, width, lines, glyphs, names))
