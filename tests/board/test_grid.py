@@ -138,7 +138,7 @@ async def test_a_narrow_grid_drops_columns_and_a_wide_one_shares_what_is_left() 
         for size, shown in ((20, "      11/16"), (18, "      11/…"), (15, "      …")):
             await pilot.resize_terminal(size, 11)
             await pilot.pause()
-            assert lines(grid)[1] == "  alpha" + shown
+            assert lines(grid)[1] == " alpha" + shown
 
 
 async def test_without_rows_it_shows_what_to_do() -> None:

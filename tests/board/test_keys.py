@@ -131,8 +131,7 @@ async def test_remapped_keys_work_are_shown_and_the_old_ones_no_longer_do_it(tmp
         await pilot.press("f5")
         await settle(pilot, lambda: isinstance(app.screen, HelpScreen))
         await settle(pilot, lambda: "f5" in screen(app))
-        lines = [line.split() for line in screen(app).splitlines()]
-        assert ["f5", "Help"] in [words[:2] for words in lines]
+        assert any("f5 Help" in " ".join(line.split()) for line in screen(app).splitlines())
         await pilot.press("escape", "Q")
         await settle(pilot, lambda: not app.is_running)
         assert app.return_code == 0
