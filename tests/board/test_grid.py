@@ -135,7 +135,7 @@ async def test_a_narrow_grid_drops_columns_and_a_wide_one_shares_what_is_left() 
         await pilot.pause()
         assert lines(grid)[1] == " alpha          5"
         grid.set_rows([Row("alpha", (Cell("alpha"), Cell("11/16"), Cell("")))])
-        for size, shown in ((20, "      11/16"), (18, "      11/…"), (15, "      …")):
+        for size, shown in ((19, "      11/16"), (17, "      11/…"), (14, "      …")):
             await pilot.resize_terminal(size, 11)
             await pilot.pause()
             assert lines(grid)[1] == " alpha" + shown

@@ -117,7 +117,7 @@ async def test_remapped_keys_work_are_shown_and_the_old_ones_no_longer_do_it(tmp
         "cluster": {"reverse": "s", "sort": "S"},  # these two change places
         "nosuch": {"thing": "x"},
     }
-    async with board(make_core(tmp_path, settings=Settings(keys=config))) as (app, pilot):
+    async with board(make_core(tmp_path, settings=Settings(keys=config)), (200, 60)) as (app, pilot):
         (toast,) = app._notifications
         assert toast.message == "[keys] nosuch.thing: no such action; the help screen (?) lists the names"
         await pilot.press("question_mark", "f1", "q")
