@@ -267,7 +267,7 @@ async def table(pilot: Pilot[int]) -> None:
 async def gpu(pilot: Pilot[int]) -> None:
     """One GPU in detail."""
     await settled(pilot, "sim07")
-    await pilot.press("down", "down", "down", "right", "right", "right", "enter")
+    await pilot.press("down", "down", "down", "down", "right", "right", "right", "enter")
     await settled(pilot, "too hot")
 
 
