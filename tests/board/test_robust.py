@@ -171,7 +171,7 @@ def test_bytes_that_are_no_utf_8_are_passed_over(opened: Terminal) -> None:
 
     def asked() -> bool:
         opened.press(b"?")  # what is read together with such bytes is lost with them
-        return "States" in plain(opened.written[seen:])
+        return "cluster.sort" in plain(opened.written[seen:])
 
     until(asked, "the help screen")
     assert opened.process.poll() is None
