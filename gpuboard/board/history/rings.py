@@ -148,7 +148,8 @@ class History:
     def means(self, uuids: Sequence[str], bins: int) -> list[float | None]:
         """Return the mean utilization of GPUs over the last minutes, oldest first; None where there is no sample.
 
-        Bins are SPAN_S / ``bins`` long and begin at multiples of that, so that a drawn line only shifts.
+        Bins are SPAN_S / ``bins`` long and begin at multiples of that, so that a drawn line only shifts. A single bin
+        without a sample has the value before it: samples come unevenly.
         """
         records, columns = self._past.records[0], self._past.columns
         numbers = [columns[uuid] for uuid in uuids if uuid in columns]
@@ -162,7 +163,11 @@ class History:
                 codes = known(bytes(plane[number] for number in numbers if number < len(plane)))
                 sums[at] += sum(codes) - len(codes)
                 samples[at] += len(codes)
-        return [total / number if number else None for total, number in zip(sums, samples, strict=True)]
+        found = [total / number if number else None for total, number in zip(sums, samples, strict=True)]
+        for at in range(1, bins - 1):
+            if found[at] is None and samples[at - 1] and samples[at + 1]:
+                found[at] = found[at - 1]
+        return found
 
     def cluster(self, span: Span = FIVE_MINUTES) -> Cluster:
         """Return the samples of all GPUs of this board over ``span``, the unfinished bucket included."""
