@@ -95,9 +95,15 @@ def letters(text: str) -> dict[str, str]:
     if header is None:
         return {}
     places = [header.start(1) - header.start() + number.start() for number in re.finditer(r"\d+", header[1])]
-    rows = [line for line in text.splitlines() if re.match(r" *gpu\d\d ", line)]
-    cells = {line.split()[0]: "".join(line[place : place + 1] for place in places) for line in rows}
-    return {node: re.sub("[^FRABOX?]", "", letters) for node, letters in cells.items()}
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if re.match(r" *gpu\d\d ", line):
+            found[line.split()[0]] = ""
+        elif not found or not re.match(r" +GPU \d+-\d+ ", line):  # a further row of the node above
+            continue
+        cells = "".join(line[place : place + 1] for place in places)
+        found[[*found][-1]] += re.sub("[^FRABOX?]", "", cells)
+    return found
 
 
 def row(text: str, words: str) -> str:
@@ -164,7 +170,7 @@ def test_the_filter_applies_while_typing_and_the_table_shows_reasons(screen: Pan
     screen.shows("t View")  # and to the rows again
     screen.keys("t")
     text = screen.shows("Reason", "row remapping")
-    assert row(text, "gpu01 3").split()[:2] == ["gpu01", "3"]
+    assert row(text, "gpu01 3 ").split()[:2] == ["gpu01", "3"]
     assert "gpu01    4" not in text
     screen.keys("Escape")
     screen.shows("gpu01    4", "gpu03    1", "5.0 GiB in use", "90 % util")
@@ -218,7 +224,7 @@ def test_a_launch_from_selected_gpus_of_two_nodes(screen: Pane, started_nodes: C
     screen.type("PYTHONPATH=/srv/home/alice/fake")
     screen.keys("Tab", "Space", "Enter")
     ranks = (r"^ *0 +done +gpu01 +0 .*trained", r"^ *1 +done +gpu02 +0 .*trained", r"Ranks +gpu01 0 D +gpu02 1 D")
-    lines = (r"^r\w{7} +done", *ranks)
+    lines = (r"^ *r\w{7} +done", *ranks)
     screen.wait(lambda text: all(re.search(line, text, re.MULTILINE) for line in lines), "the run is done")
     screen.keys("Escape")
     screen.states(USUAL)  # what launch reserved is given back
