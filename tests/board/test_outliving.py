@@ -85,7 +85,7 @@ class OnPty:
         self.type("x")
         self.wait("one rank per GPU")
         self.type("sleep.py")
-        self.wait("train.py --lr")  # the hint takes the place of what is wrong
+        self.wait("sleep.py")
         if not keep:
             self.type(f"{_UP}{_UP}{_UP} ")  # over the buttons to the last field
             self.wait("[ ] no")

@@ -61,6 +61,6 @@ def test_without_a_controller_a_banner_and_no_free_gpu(slurm: SlurmCluster) -> N
         pane.shows("no answer from Slurm for", timeout_s=90)
         pane.shows("h100  0 free of 24")
         slurm.controller("restart")
-        pane.wait(lambda text: "h100 24 free of 24" in text and "no answer" not in text, "all as before", 90)
+        pane.wait(lambda text: "h100 24 free of 24" in text and "no answer from Slurm" not in text, "all as before", 90)
     finally:
         pane.end()
