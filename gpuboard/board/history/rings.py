@@ -84,6 +84,7 @@ class History:
         self._own: frozenset[str] = frozenset()  # columns seen here: loaded records may have others
         self._loaded: frozenset[str] = frozenset()
         self._due = float("-inf")
+        self._binned: tuple[tuple[Record, ...], int, list[int]] = ((), 0, [])  # for ``_places``
 
     def add(self, snapshot: Snapshot, now: float) -> bool:
         """Take a sample if one is due; return whether it was taken.
@@ -153,21 +154,29 @@ class History:
         """
         records, columns = self._past.records[0], self._past.columns
         numbers = [columns[uuid] for uuid in uuids if uuid in columns]
-        bin_s = SPAN_S / bins
-        newest = records[-1].at // bin_s if records else 0.0
+        first, size = min(numbers, default=0), len(numbers)
+        together = numbers == list(range(first, first + size))  # the usual case: the GPUs of one node, or one GPU
         sums, samples = [0] * bins, [0] * bins
-        for record in records:
-            at = int(record.at // bin_s - newest) + bins - 1
+        for at, record in zip(self._places(records, bins), records, strict=True):
             if at >= 0:
                 plane = record.planes[UTILIZATION]
-                codes = known(bytes(plane[number] for number in numbers if number < len(plane)))
-                sums[at] += sum(codes) - len(codes)
-                samples[at] += len(codes)
+                codes = plane[first : first + size] if together else select(record, numbers, len(columns)).planes[0]
+                number = len(codes) - codes.count(0)  # 0: unknown
+                sums[at] += sum(codes) - number
+                samples[at] += number
         found = [total / number if number else None for total, number in zip(sums, samples, strict=True)]
         for at in range(1, bins - 1):
             if found[at] is None and samples[at - 1] and samples[at + 1]:
                 found[at] = found[at - 1]
         return found
+
+    def _places(self, records: tuple[Record, ...], bins: int) -> list[int]:
+        """Return the bin of each record, negative before the first; computed once for all rows of a picture."""
+        if self._binned[0] is not records or self._binned[1] != bins:
+            bin_s = SPAN_S / bins
+            newest = records[-1].at // bin_s if records else 0.0
+            self._binned = records, bins, [int(record.at // bin_s - newest) + bins - 1 for record in records]
+        return self._binned[2]
 
     def cluster(self, span: Span = FIVE_MINUTES) -> Cluster:
         """Return the samples of all GPUs of this board over ``span``, the unfinished bucket included."""
