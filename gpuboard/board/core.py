@@ -85,10 +85,10 @@ class Core:
         self.connect()
         threading.Thread(target=self._watch, args=(changed,), name="scenes", daemon=True).start()
 
-    def record(self, tell: Callable[[str], object]) -> None:
-        """Load the history from disk and keep it there, in a background thread; ``tell`` gets messages, there, too."""
+    def record(self, notify: Callable[[str], object]) -> None:
+        """Load the history from disk and keep it there, in a background thread; ``notify`` gets messages there."""
         if not any(node.simulate for node in self.nodes.values()):
-            self._recorder = Recorder(self.history, self.env, tell)
+            self._recorder = Recorder(self.history, self.env, notify)
             self._recorder.start()
 
     def scene(self) -> Scene:

@@ -95,7 +95,7 @@ class Player:
             self._cursor = self._cursor or Cursor(self.recording)
             return self._cursor.frame(self.position)
         except GpuboardError:
-            self._cursor = None  # the next call begins anew, perhaps behind the damaged part
+            self._cursor = None  # the next call starts over, perhaps behind the damaged part
             raise
 
     def _play_at(self, speed: float) -> None:

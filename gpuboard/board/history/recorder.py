@@ -23,7 +23,7 @@ from gpuboard.board.history.rings import DAY, SPANS, History
 _FILES = 4  # boards of a user and host that write
 _POLL_S = 15.0  # between looks for buckets that have ended
 _SIZE_MAX = 256 << 20  # bytes of a file that are read
-_SLACK = 64 << 10  # bytes that are out of date before a file is written anew, besides as many as are not
+_SLACK = 64 << 10  # bytes that are out of date before a file is rewritten, besides as many as are not
 _Key = tuple[int, float]  # of a record: the index of its span, its time
 
 
@@ -33,12 +33,12 @@ def folder(env: Mapping[str, str]) -> Path:
 
 
 class Recorder:
-    """Keeps a History on disk. ``tell`` is called in the thread with each message, once."""
+    """Keeps a History on disk. ``notify`` is called in the thread with each message, once."""
 
-    def __init__(self, history: History, env: Mapping[str, str], tell: Callable[[str], object]) -> None:
+    def __init__(self, history: History, env: Mapping[str, str], notify: Callable[[str], object]) -> None:
         self._history = history
         self._folder = folder(env)
-        self._tell = tell
+        self._notify = notify
         self._told: set[str] = set()
         self._closed = threading.Event()
         self._file: _File | None = None
@@ -71,7 +71,7 @@ class Recorder:
         if not any(past.records[1:]):
             return
         try:
-            if self._file is not None and not self._file.is_current():  # removed or replaced by somebody
+            if self._file is not None and not self._file.is_current():  # removed or replaced
                 self._file.close()
                 self._file = None
             if self._file is None:
@@ -103,7 +103,7 @@ class Recorder:
     def _say(self, words: str) -> None:
         if words not in self._told:
             self._told.add(words)
-            self._tell(words)
+            self._notify(words)
 
 
 class _File:
@@ -141,7 +141,7 @@ class _File:
         os.close(self._fd)
 
     def write(self, past: Past) -> None:
-        """Append what the file lacks, or write it anew where columns moved or much is out of date. Raises OSError."""
+        """Append what the file lacks, or rewrite it where columns moved or much is out of date. Raises OSError."""
         uuids, known = list(past.columns), len(self._columns)
         records = {(span, record.at): record for span in range(1, len(SPANS)) for record in past.records[span]}
         self._sizes = {key: size for key, size in self._sizes.items() if key in records}
@@ -189,7 +189,7 @@ class _File:
             os.replace(self.path, f"{self.path}.bad")
 
     def is_current(self) -> bool:
-        """Return whether the path still names this file: nobody removed or replaced it."""
+        """Return whether the path still names this file, which was not removed or replaced."""
         try:
             there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self._fd)
         except FileNotFoundError:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _PACE_S = 1.0  # the time in the label advances at least this often
 _FASTEST_S = 0.1  # between two scenes
-_GAP_S = 120.0  # a longer pause between two frames is said
+_GAP_S = 120.0  # a longer pause between two frames is reported
 
 
 class ReplayCore(Core):
@@ -63,7 +63,7 @@ class ReplayCore(Core):
     def connect(self) -> None:
         """Connect to nothing."""
 
-    def record(self, tell: Callable[[str], object]) -> None:
+    def record(self, notify: Callable[[str], object]) -> None:
         """Keep nothing on disk."""
 
     def start(self, changed: Callable[[Scene], object]) -> None:

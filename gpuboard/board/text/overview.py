@@ -178,7 +178,7 @@ def past_lines(facts: Facts, cells: int, most: int, glyphs: Glyphs) -> list[Runs
 def people_lines(people: Sequence[Person], order: str, cells: int, most: int, glyphs: Glyphs) -> list[Runs]:
     """Return the people with a bar of what they use, hold and leave idle; those that do not fit are counted."""
     if not people:
-        return [[("Nobody holds or uses a GPU.", "dim")]]
+        return [[("No GPU is held or used.", "dim")]]
     bar = max(0, cells - _NAME - 1 - 3 * 5)
     name = _NAME if bar >= 4 else cells - 3 * 5
     bar = bar if bar >= 4 else 0

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpuboard.agent.proc import CPU_SPAN_S
+from gpuboard.board.filter.matchers import ME
+from gpuboard.board.filter.processes import is_mine
 from gpuboard.cli.context import Context
-from gpuboard.cli.see.status import no_node_reached, settled
+from gpuboard.cli.see.status import no_node_reached, settled, suggest_setup
 from gpuboard.cli.stderr import report
 from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
 from gpuboard.cluster.inventory.nodes import folded
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 NAME = "ps"
 HELP = "list the processes on all GPUs: user, memory, load, job"
 
-ME = "me"
 COLUMNS = (
     Column("USER", least=6),
     Column("NODE"),
@@ -107,6 +108,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         print("\n".join(lines), flush=True)  # before the message about what is missing
     if missing:
         report(f"not read, so processes there are not listed: {_places(missing)}; `gpuboard status` shows why")
+    suggest_setup(nodes, snapshot, context)
     return NoNodeReached.exit_code if no_node_reached(snapshot) else 0
 
 
@@ -126,9 +128,7 @@ def _measured(fleet: Fleet, first: Snapshot) -> Snapshot:
 
 
 def _is_of(process: Running, user: str, own_uid: int | None) -> bool:
-    if user == ME:
-        return process.uid is not None and process.uid == own_uid
-    return process.user == user
+    return is_mine(process, own_uid) if user == ME else process.user == user
 
 
 def _places(missing: Sequence[str]) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import pwd
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from gpuboard.board.arrange import SORTS, Matches, ViewState, arrange
+from gpuboard.board.filter.matchers import ME
 from gpuboard.board.filter.query import QueryError, parse
 from gpuboard.board.scene import Place, Scene
 from gpuboard.cli.see.columns import named
@@ -48,7 +46,7 @@ class Selection:
             except QueryError as error:
                 raise UsageError(f"--filter: {error}") from None
         if args.user:
-            self._tests.append(_is_mine if args.user == "me" else _of_user(args.user))
+            self._tests.append(parse("user:me").matches if args.user == ME else _of_user(args.user))
         if args.free:
             self._tests.append(parse("state:free").matches)
         self._free: bool = args.free
@@ -100,24 +98,3 @@ def _of_user(user: str) -> Matches:
     if '"' in user:
         raise UsageError(f"--user: {quoted(user)} is not a user's name")
     return parse(f'user="{user}"').matches
-
-
-def _is_mine(node: NodeView, gpu: GpuView | None, scene: Scene) -> bool:
-    """Return whether the caller holds or uses a GPU or one of its MIG devices; uids can differ between nodes."""
-    if gpu is None:
-        return False
-    uid = scene.uids.get(node.name)
-    uuids = (gpu.uuid, *(mig.uuid for mig in gpu.mig))
-    jobs = [*gpu.jobs, *(job for mig in gpu.mig for job in mig.jobs)]
-    return (
-        any(scene.is_mine(lease) for uuid in uuids for lease in scene.leases_on(uuid))
-        or any(process.uid is not None and process.uid == uid for process in gpu.processes or ())
-        or any(job.user == own_name() for job in jobs)
-    )
-
-
-def own_name() -> str:
-    """Return the caller's name on this machine, as Slurm has it; "" if it has none."""
-    with contextlib.suppress(KeyError):
-        return pwd.getpwuid(os.geteuid()).pw_name
-    return ""

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if args.watch is None:
         scene = read(nodes, context)
         output.show(scene)
-        _suggest_setup(nodes, scene.snapshot, context)
+        suggest_setup(nodes, scene.snapshot, context)
         return NoNodeReached.exit_code if no_node_reached(scene.snapshot) else 0
     interval_s = args.watch or context.settings.interval_s(len(nodes))
     fleet = context.fleet(nodes, interval_s=interval_s, one_shot=False)
@@ -146,7 +146,7 @@ def scene_of(scene: Scene, snapshot: Snapshot) -> Scene:
     return scene if snapshot is scene.snapshot else Scene(snapshot, scene.leases, uids=scene.uids)
 
 
-def _suggest_setup(nodes: Sequence[Node], snapshot: Snapshot, context: Context) -> None:
+def suggest_setup(nodes: Sequence[Node], snapshot: Snapshot, context: Context) -> None:
     """Print the next steps on stderr where no node is configured and this machine has no GPU."""
     if any(node.gpus for node in snapshot.nodes):
         return

@@ -79,7 +79,7 @@ class Ending:
             self._count_down(self._stop_at, read_until)
 
     def finish(self, *, opened: bool, refused: bool) -> float:
-        """Stop what nobody has stopped, at the end; return when every node should be empty (monotonic)."""
+        """Stop what is still running, at the end; return when every node should be empty (monotonic)."""
         if refused:
             self._grace_s = self._timing.closed_gate_grace_s
         elif not opened:
