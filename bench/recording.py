@@ -31,7 +31,7 @@ from gpuboard.cluster.simulated import living_nodes
 from gpuboard.config import Settings
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.units import iso
-from gpuboard.recording.file import Recording, Writer
+from gpuboard.recording.file import Recording, RecordingWriter
 from gpuboard.recording.frames import Frame
 
 EVERY_S = 5.0
@@ -54,7 +54,7 @@ def main() -> None:
         command = [sys.executable, "-m", "gpuboard", "record", str(sample), "--for", f"{args.sample}s"]
         subprocess.run(command, env={**os.environ, "GPUBOARD_INVENTORY": f"{folder}/nodes"}, check=True)
         began, count = time.process_time(), 0
-        writer = Writer(file)
+        writer = RecordingWriter(file)
         for frame in frames(Recording(sample), args.nodes, args.hours * 3600):
             writer.add(frame)
             count += 1

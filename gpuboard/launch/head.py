@@ -19,9 +19,9 @@ import msgspec
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
 from gpuboard.launch.attempt.ending import Ending
-from gpuboard.launch.attempt.gate import Gate
-from gpuboard.launch.attempt.outcome import Outcome
-from gpuboard.launch.attempt.record import Record
+from gpuboard.launch.attempt.gate import StartGate
+from gpuboard.launch.attempt.outcome import AttemptOutcome
+from gpuboard.launch.attempt.record import AttemptRecord
 from gpuboard.launch.attempt.requests import Requests, SignalReceived, suspend
 from gpuboard.launch.causes import gpus, stderr
 from gpuboard.launch.causes.exits import signal_name
@@ -86,10 +86,10 @@ class Head:
         self._started_hook = started
         self._timing = timing
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._record = record = Record(folder, screen)
+        self._record = record = AttemptRecord(folder, screen)
         self._supervisors = Supervisors(plan, nodes, connector, self._inbox, timing)
         self._watch = FailureWatch(plan, timing)
-        self._gate = Gate(plan, self._supervisors, self._watch, record, script_checks=script_checks, timing=timing)
+        self._gate = StartGate(plan, self._supervisors, self._watch, record, script_checks=script_checks, timing=timing)
         self._ending = Ending(plan, self._supervisors, self._watch, record, timing)
         on_gpus = plan.options.device == "cuda"
         kept = len(list(folder.path.glob("stall-*.json"))) if before else 0
@@ -104,7 +104,7 @@ class Head:
         self._logs = Logs(folder.path, record.report_incomplete, heading)
         labels = {rank: f"{view.node}:{view.index}" for rank, view in self._watch.ranks.items()}
         self._relay = Relay(labels, self._logs, screen, mark=self._watch.mark)
-        self._outcome = Outcome(
+        self._outcome = AttemptOutcome(
             plan,
             gate=self._gate,
             ending=self._ending,

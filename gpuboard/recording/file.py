@@ -35,7 +35,7 @@ _KEY_S = 300.0
 _MOST_BYTES = 2**28  # of one member's data: a damaged or hostile file must not fill the memory
 
 
-class Member(NamedTuple):
+class GzipMember(NamedTuple):
     """A gzip member: where it is, and the times of its first and last frame in epoch seconds."""
 
     offset: int
@@ -45,7 +45,7 @@ class Member(NamedTuple):
     key: bool
 
 
-class Writer:
+class RecordingWriter:
     """Writes a new recording. Frames are written every 10 s of their own time, and by ``close``."""
 
     def __init__(self, path: Path, *, version: str = "", commands: bool = False) -> None:
@@ -178,7 +178,7 @@ class Recording:
         if schema != SCHEMA:
             raise UsageError(f"{self.path} has schema {clean(str(schema), 16)}; this gpuboard reads schema {SCHEMA}")
 
-    def _data(self, member: Member) -> bytes:
+    def _data(self, member: GzipMember) -> bytes:
         self._file.seek(member.offset + _HEAD.size + _EXTRA.size)
         packed = self._file.read(member.length - _HEAD.size - _EXTRA.size - _TAIL.size)
         crc, length = _TAIL.unpack(self._file.read(_TAIL.size))
@@ -224,10 +224,10 @@ class Cursor:
         self._next = next(self._lines, None)
 
 
-def _members(file: BinaryIO) -> tuple[list[Member], bool]:
+def _members(file: BinaryIO) -> tuple[list[GzipMember], bool]:
     """Return the complete members of a file, and whether something incomplete or foreign follows them."""
     size = os.fstat(file.fileno()).st_size
-    found: list[Member] = []
+    found: list[GzipMember] = []
     offset = 0
     while offset < size:
         file.seek(offset)
@@ -238,6 +238,6 @@ def _members(file: BinaryIO) -> tuple[list[Member], bool]:
         least = _HEAD.size + _EXTRA.size + _TAIL.size
         if name != _NAME or length < least or offset + length > size or not 0 <= first <= last < 2**40:
             return found, True
-        found.append(Member(offset, length, first, last, key))
+        found.append(GzipMember(offset, length, first, last, key))
         offset += length
     return found, False

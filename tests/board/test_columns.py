@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from gpuboard.board import preferences
 from gpuboard.board.app import BoardApp
 from gpuboard.board.dialogs.columns import ColumnList, ColumnsDialog
-from gpuboard.board.tables.columns import COLUMNS, USUAL, Choice, choices, layout
+from gpuboard.board.tables.columns import COLUMNS, USUAL, ColumnChoice, choices, layout
 from gpuboard.board.widgets.table import GpuTable
 from tests.board import lab, made
 from tests.board.made import busy, gpu, lease, mig, next_scene, node, scene, still, unread
@@ -153,13 +153,18 @@ async def test_columns_by_the_palette_and_with_thousands_of_rows(tmp_path: Path)
 
 def test_what_was_kept_is_read_leniently() -> None:
     assert choices(["node", "user:14", "gone", "node:3", "index:x", "uuid:9999", "power:1", "age:٣"]) == [
-        Choice("node", 3), Choice("user", 14), Choice("index"), Choice("uuid"), Choice("power", 3), Choice("age"),
-    ]  # fmt: skip
+        ColumnChoice("node", 3),
+        ColumnChoice("user", 14),
+        ColumnChoice("index"),
+        ColumnChoice("uuid"),
+        ColumnChoice("power", 3),
+        ColumnChoice("age"),
+    ]
     assert [str(choice) for choice in choices(["user:14", "node"])] == ["user:14", "node"]
 
 
 def test_the_reason_has_its_room_at_every_width() -> None:
-    for chosen in ((), tuple(Choice(key) for key in COLUMNS)):
+    for chosen in ((), tuple(ColumnChoice(key) for key in COLUMNS)):
         for space in range(60, 220):
             columns = layout(CLUSTER, space, chosen)
             always = sum(column.width + 1 for column in columns if not column.drop)

@@ -14,7 +14,7 @@ from gpuboard.board.replay.app import ReplayApp
 from gpuboard.board.replay.core import ReplayCore
 from gpuboard.config import Settings
 from gpuboard.model.units import iso
-from gpuboard.recording.file import Recording, Writer
+from gpuboard.recording.file import Recording, RecordingWriter
 from gpuboard.recording.frames import Frame
 from tests.board import lab, made
 
@@ -30,7 +30,7 @@ def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ten minutes.
     """
     path = tmp_path_factory.mktemp("recording") / "day.gz"
-    writer = Writer(path)
+    writer = RecordingWriter(path)
     for minute in range(60 * HOURS):
         if 25 <= minute < 35:
             continue

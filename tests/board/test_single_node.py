@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from gpuboard.board.app import BoardApp
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.cluster import ClusterScreen
-from gpuboard.board.widgets.single_node import MeterGrid, ProcessList, SingleNode
+from gpuboard.board.widgets.single_node import MeterGrid, ProcessGrid, SingleNode
 from gpuboard.board.widgets.table import GpuTable
 from tests.board.lab import screen, settle
 from tests.board.made import GIB, busy, gpu, lease, mig, next_scene, node, scene, still, unread
@@ -100,7 +100,7 @@ async def test_keys_and_mouse_act_on_whole_rows(tmp_path: Path) -> None:
         assert shown.cursor_uuid == "GPU-dgx-2"
         await pilot.click(MeterGrid, offset=(30, 1 + 2 * 5 + 1))  # the second line of GPU 5
         await settle(pilot, lambda: shown.cursor_uuid == "GPU-dgx-5")
-        await pilot.click(ProcessList, offset=(40, 0))  # the titles of the processes
+        await pilot.click(ProcessGrid, offset=(40, 0))  # the titles of the processes
         await pilot.pause()
         assert shown.view.sort == ""
         await pilot.press("end", "enter")

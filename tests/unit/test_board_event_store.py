@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.board.overview.events import Event
+from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.overview.store import SIZE_MAX, EventStore, append, read
 from gpuboard.model.units import iso
 from tests.waiting import until
@@ -29,8 +29,8 @@ while number < 400:  # together fewer than are kept
 """
 
 
-def event(second: float, words: str = "", by: str = "", kind: str = "xid") -> Event:
-    return Event(iso(1e9 + second), kind, ("gpu01",), "0", words=words, by=by)
+def event(second: float, words: str = "", by: str = "", kind: str = "xid") -> ClusterEvent:
+    return ClusterEvent(iso(1e9 + second), kind, ("gpu01",), "0", words=words, by=by)
 
 
 def test_lines_of_two_boards_and_one_killed_are_whole(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_store_reads_what_another_wrote_about_its_nodes(tmp_path: Path) -> Non
     file = tmp_path / "events.jsonl"
     first = EventStore(file, ["gpu01"])
     first.start()
-    first.add([event(0, "kept"), Event(iso(1e9), "lost", ("other01",))])
+    first.add([event(0, "kept"), ClusterEvent(iso(1e9), "lost", ("other01",))])
     until(lambda: file.exists() and len(read(file)) == 2)
     second = EventStore(file, ["gpu01", "gpu02"])
     second.add([event(50, "new")])

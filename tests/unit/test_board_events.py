@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gpuboard.board.overview.damper import CALM_S, MOST, WINDOW_S, Damper
-from gpuboard.board.overview.events import Event, Seen, look, merged
+from gpuboard.board.overview.events import Baseline, ClusterEvent, look, merged
 from gpuboard.model.lease import Lease
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
 from gpuboard.model.units import iso, seconds_of
@@ -20,19 +20,19 @@ class Watch:
     """Looks at one made snapshot after another, a second apart."""
 
     def __init__(self) -> None:
-        self.seen = Seen()
+        self.seen = Baseline()
         self.now = seconds_of(made.AT)
 
     def look(
         self, *nodes: NodeView, leases: Sequence[Lease] = (), unread: Sequence[str] = (), **changes: object
-    ) -> list[Event]:
+    ) -> list[ClusterEvent]:
         self.now += 1
         snapshot = replace(Snapshot(1, iso(self.now), "lab", list(nodes)), **changes)
         found, self.seen = look(self.seen, snapshot, leases, unread)
         return found
 
 
-def short(events: Sequence[Event]) -> list[tuple[str, ...]]:
+def short(events: Sequence[ClusterEvent]) -> list[tuple[str, ...]]:
     return [(event.kind, *event.nodes, event.gpus, event.user, event.words) for event in events]
 
 
@@ -158,22 +158,24 @@ def test_a_flapping_node_is_listed_a_few_times_and_then_counted() -> None:
     kinds = ("unreachable", "back")
     found = []
     for second in range(300):
-        found += damper.listed([Event(made.AT, kinds[second % 2], ("gpu07",))], float(second))
+        found += damper.listed([ClusterEvent(made.AT, kinds[second % 2], ("gpu07",))], float(second))
     assert [event.kind for event in found] == [*kinds * (MOST // 2)]
-    assert damper.listed([Event(made.AT, "unreachable", ("gpu08",))], 300.0)  # another node is not affected
+    assert damper.listed([ClusterEvent(made.AT, "unreachable", ("gpu08",))], 300.0)  # another node is not affected
     (last,) = damper.listed([], 299 + CALM_S)
     assert (last.kind, last.words) == ("back", "296 changes since the event before")
     assert damper.listed([], 300 + 2 * CALM_S) == []
-    assert damper.listed([Event(made.AT, "unreachable", ("gpu07",))], 299 + CALM_S + WINDOW_S) != []
+    assert damper.listed([ClusterEvent(made.AT, "unreachable", ("gpu07",))], 299 + CALM_S + WINDOW_S) != []
 
 
 def test_alike_events_of_one_moment_are_one() -> None:
     nodes = [f"gpu{number:02d}" for number in range(20)]
-    down = [Event(made.AT, "unreachable", (name,), words="timeout" if name != "gpu03" else "reset") for name in nodes]
-    errors = [Event(made.AT, "error", ("gpu01",), str(index), words="driver mismatch") for index in (0, 1, 2, 5)]
-    rogues = [Event(made.AT, "rogue", (name,), "0", "mallory", "./miner") for name in nodes[:2]]
+    down = [
+        ClusterEvent(made.AT, "unreachable", (name,), words="timeout" if name != "gpu03" else "reset") for name in nodes
+    ]
+    errors = [ClusterEvent(made.AT, "error", ("gpu01",), str(index), words="driver mismatch") for index in (0, 1, 2, 5)]
+    rogues = [ClusterEvent(made.AT, "rogue", (name,), "0", "mallory", "./miner") for name in nodes[:2]]
     assert merged([*down, *errors, *rogues]) == [
-        Event(made.AT, "unreachable", tuple(nodes), words="timeout (19 of 20)"),
-        Event(made.AT, "error", ("gpu01",), "0-2,5", words="driver mismatch"),
-        Event(made.AT, "rogue", ("gpu00", "gpu01"), "", "mallory", "./miner"),
+        ClusterEvent(made.AT, "unreachable", tuple(nodes), words="timeout (19 of 20)"),
+        ClusterEvent(made.AT, "error", ("gpu01",), "0-2,5", words="driver mismatch"),
+        ClusterEvent(made.AT, "rogue", ("gpu00", "gpu01"), "", "mallory", "./miner"),
     ]

@@ -17,7 +17,7 @@ from gpuboard.board.screens.gpu import Known, Memory, notice
 from gpuboard.board.screens.node import node_lines
 from gpuboard.board.text.cells import width as cells_of
 from gpuboard.board.text.detail import gpu as gpu_lines
-from gpuboard.board.text.detail.graphs import Frame, Graph, graphs
+from gpuboard.board.text.detail.graphs import Graph, GraphFrame, graphs
 from gpuboard.board.text.lines import Runs, named, wrapped
 from gpuboard.board.theme.styles import ASCII, UNICODE
 from gpuboard.model.gpu import Sensors
@@ -80,7 +80,7 @@ SAMPLES = Samples((1.0, 2.0), (50, None), (0.5, None), (60, None), (350, None))
 
 
 def test_readings_stand_side_by_side_where_there_is_room() -> None:
-    lines = text(gpu_lines.readings(busy("n", 0), SAMPLES, Frame(73, 2, UNICODE)))
+    lines = text(gpu_lines.readings(busy("n", 0), SAMPLES, GraphFrame(73, 2, UNICODE)))
     assert [line[:5].strip() for line in lines] == ["Utili", "100│", "0│", "Power", "700│", "0│", ""]
     assert lines[0] == "Utilization  90 %  mean 50  peak 50   Memory       60 GiB of 80 GiB"
     assert lines[3] == "Power        540 of 700 W  peak 350   Temperature  64 °C          peak 60"
@@ -97,12 +97,12 @@ def test_sensors_that_the_driver_does_not_report_are_named_in_one_line() -> None
 
 
 def test_memory_shared_with_the_host_is_marked() -> None:
-    lines = text(gpu_lines.readings(busy("n", 0, memory_shared=True), SAMPLES, Frame(90, 2, UNICODE)))
+    lines = text(gpu_lines.readings(busy("n", 0, memory_shared=True), SAMPLES, GraphFrame(90, 2, UNICODE)))
     assert "60 GiB of 80 GiB, the host's" in lines[0]
 
 
 def test_readings_stand_below_each_other_where_there_is_not() -> None:
-    lines = text(gpu_lines.readings(busy("n", 0), SAMPLES, Frame(50, 1, ASCII)))
+    lines = text(gpu_lines.readings(busy("n", 0), SAMPLES, GraphFrame(50, 1, ASCII)))
     assert [line.split()[0] for line in lines] == [
         "Utilization", "100|", "Memory", "80|", "Power", "700|", "Temperature", "100|", "5",
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_graph_has_thresholds_in_its_line_and_no_track_where_there_is_a_gap() 
     times = [float(at) for at in range(0, 3600, 30)]
     values = [None if 60 <= k < 90 else 95.0 if k >= 110 else 20.0 for k in range(120)]
     shown = Graph("Memory", "95 %", times, values, 100.0, "busy", warn=90.0)
-    name, top, bottom, axis = graphs([shown], Frame(65, 2, UNICODE, span=HOUR))
+    name, top, bottom, axis = graphs([shown], GraphFrame(65, 2, UNICODE, span=HOUR))
     assert text([name, axis]) == [
         "Memory       95 %                                mean 28  peak 95",
         "     60 min ago ─── 45 ─────────── 30 ─────────── 15 ──────── now",
@@ -122,7 +122,7 @@ def test_a_graph_has_thresholds_in_its_line_and_no_track_where_there_is_a_gap() 
         ("   0│", "dim"), ("⠤" * 30, "busy"), (" " * 15, ""), ("⠤" * 10, "busy"), ("⠃", "warn"),
         ("    ", "dim"),
     ]  # fmt: skip
-    old = graphs([shown], Frame(65, 2, ASCII, dim=True, span=HOUR))
+    old = graphs([shown], GraphFrame(65, 2, ASCII, dim=True, span=HOUR))
     assert {role for line in old for run, role in line if run.strip()} == {"dim"}
     assert text(old)[1].startswith(" 100|" + "." * 30 + " " * 15)
 
@@ -130,14 +130,14 @@ def test_a_graph_has_thresholds_in_its_line_and_no_track_where_there_is_a_gap() 
 def test_unknown_readings_are_question_marks() -> None:
     one = gpu("n", 0, utilization=None, memory_used=None, memory_total=None, power=None, power_limit=None,
               temperature=None)  # fmt: skip
-    lines = text(gpu_lines.readings(one, Samples(), Frame(50, 1, UNICODE)))
+    lines = text(gpu_lines.readings(one, Samples(), GraphFrame(50, 1, UNICODE)))
     assert [line for line in lines if "?" in line] == [
         "Utilization  ? %", "Memory       ? of ?", "Power        ? of ? W", "Temperature  ? °C",
     ]  # fmt: skip
 
 
 def test_old_readings_are_dim() -> None:
-    lines = gpu_lines.readings(busy("n", 0), SAMPLES, Frame(50, 2, UNICODE, dim=True))
+    lines = gpu_lines.readings(busy("n", 0), SAMPLES, GraphFrame(50, 2, UNICODE, dim=True))
     assert {role for line in lines for run, role in line if run.strip()} == {"dim"}
 
 
@@ -205,7 +205,7 @@ def test_no_width_is_too_small(width: int) -> None:
     one = busy("n", 0, flags=["rogue"], leases=["k3f9"])
     at = place(one, gpu("n", 1), error="ssh: no answer")
     lines = gpu_lines.head(at, scene(), width) + gpu_lines.health(one, width) + gpu_lines.links(at, width)
-    lines += gpu_lines.readings(one, SAMPLES, Frame(width, 2, UNICODE)) + node_lines(at.node, UNICODE, width)
+    lines += gpu_lines.readings(one, SAMPLES, GraphFrame(width, 2, UNICODE)) + node_lines(at.node, UNICODE, width)
     assert "Utilization" in "".join(text(lines))
 
 

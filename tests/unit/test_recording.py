@@ -19,7 +19,7 @@ from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
 from gpuboard.model.units import iso
 from gpuboard.recording.changes import applied, difference
-from gpuboard.recording.file import Cursor, Recording, Writer
+from gpuboard.recording.file import Cursor, Recording, RecordingWriter
 from gpuboard.recording.frames import Frame
 from gpuboard.recording.player import Player, moment_of
 
@@ -100,7 +100,7 @@ def plain(frame: Frame) -> Any:
 
 def recorded(path: Path, frames: list[Frame], *, commands: bool = False) -> Path:
     """Write a recording."""
-    writer = Writer(path, version="1.2.3", commands=commands)
+    writer = RecordingWriter(path, version="1.2.3", commands=commands)
     for one in frames:
         writer.add(one)
     writer.close()
@@ -197,11 +197,11 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Is a directory"):
         Recording(tmp_path)
     with pytest.raises(UsageError, match="exists; name a new file"):
-        Writer(tmp_path / "text")
+        RecordingWriter(tmp_path / "text")
 
 
 def test_a_recording_of_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Writer(tmp_path / "next.gz")
+    writer = RecordingWriter(tmp_path / "next.gz")
     writer._head["schema"] = 2
     writer.add(frame(0))
     writer.close()
@@ -210,7 +210,7 @@ def test_a_recording_of_another_schema_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_what_was_written_before_an_error_stays_good(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "full.gz")
+    writer = RecordingWriter(tmp_path / "full.gz")
     for n in range(4):
         writer.add(frame(5 * n))
     good = writer.bytes

@@ -14,7 +14,7 @@ from textual.strip import Strip
 from textual.widgets import Button, Static
 
 from gpuboard.board.dialogs.base import Box
-from gpuboard.board.tables.columns import ABOUT, COLUMNS, USUAL, WIDTH_LEAST, WIDTH_MOST, Choice
+from gpuboard.board.tables.columns import ABOUT, COLUMNS, USUAL, WIDTH_LEAST, WIDTH_MOST, ColumnChoice
 from gpuboard.board.text.rows import Line
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
 
@@ -100,7 +100,7 @@ class ColumnsDialog(Box[bool]):
 
     def _fill(self) -> None:
         """List the table's columns, then the others."""
-        chosen = self._table.chosen or tuple(Choice(key) for key in USUAL)
+        chosen = self._table.chosen or tuple(ColumnChoice(key) for key in USUAL)
         self._widths = {choice.key: choice.width for choice in chosen}
         self._order = [*self._widths, *(key for key in COLUMNS if key not in self._widths)]
         self._list.marks = self._widths
@@ -120,7 +120,7 @@ class ColumnsDialog(Box[bool]):
     def _apply(self) -> None:
         """Show the chosen columns in the table."""
         marks = self._list.marks
-        self._table.choose([Choice(key, self._widths.get(key, 0)) for key in self._order if key in marks])
+        self._table.choose([ColumnChoice(key, self._widths.get(key, 0)) for key in self._order if key in marks])
         self._show()
 
     @on(Grid.Marked)

@@ -7,23 +7,23 @@ from collections.abc import Iterable
 from gpuboard.board.filter.conditions import own_name
 from gpuboard.board.filter.language import Key, Language
 from gpuboard.board.filter.matchers import ME, nodes, number, one_of, text
-from gpuboard.board.overview.events import KINDS, Event
+from gpuboard.board.overview.events import KINDS, ClusterEvent
 from gpuboard.model.units import parse_duration, seconds_of
 
 
-def _kinds(event: Event, now: float) -> tuple[str, ...]:
+def _kinds(event: ClusterEvent, now: float) -> tuple[str, ...]:
     return (event.kind,)
 
 
-def _nodes(event: Event, now: float) -> tuple[str, ...]:
+def _nodes(event: ClusterEvent, now: float) -> tuple[str, ...]:
     return event.nodes
 
 
-def _users(event: Event, now: float) -> tuple[str, ...]:
+def _users(event: ClusterEvent, now: float) -> tuple[str, ...]:
     return (event.user,)
 
 
-def _texts(event: Event, now: float) -> Iterable[str]:
+def _texts(event: ClusterEvent, now: float) -> Iterable[str]:
     return (event.kind, *event.nodes, event.user, event.words)
 
 

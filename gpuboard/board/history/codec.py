@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import NamedTuple
 
-from gpuboard.board.history.records import PLANES, Past, Record
+from gpuboard.board.history.records import PLANES, HistoryRecord, Past
 
 VERSION = b"gpuboard history 1\n"
 _HEAD = struct.Struct("<II")  # length of the compressed content, checksum of both
@@ -21,7 +21,7 @@ _RECORD = struct.Struct("<cBd")
 _FRAME_MAX = 16 << 20  # bytes of a frame, compressed or not: 2.7 million GPUs
 
 
-class Read(NamedTuple):
+class Loaded(NamedTuple):
     """A past that was read."""
 
     past: Past
@@ -34,17 +34,17 @@ def columns_frame(uuids: Sequence[str]) -> bytes:
     return _frame(b"C" + "\n".join(uuids).encode())
 
 
-def record_frame(span: int, record: Record) -> bytes:
+def record_frame(span: int, record: HistoryRecord) -> bytes:
     """Return the frame of a record; ``span``: the index of its span."""
     most = max(map(len, record.planes))
     planes = b"".join(plane.ljust(most, b"\0") for plane in record.planes)
     return _frame(_RECORD.pack(b"R", span, record.at) + planes)
 
 
-def read(data: bytes, spans: int) -> Read:
+def read(data: bytes, spans: int) -> Loaded:
     """Return what a file contains. ``spans``: their number. An empty file is an empty past."""
     columns: dict[str, int] = {}
-    records: list[list[Record]] = [[] for _ in range(spans)]
+    records: list[list[HistoryRecord]] = [[] for _ in range(spans)]
     end, error = 0, ""
     if VERSION.startswith(data[: len(VERSION)]):
         end = len(VERSION) if len(data) >= len(VERSION) else 0
@@ -60,10 +60,10 @@ def read(data: bytes, spans: int) -> Read:
             error = f"damaged at byte {end}"
         else:
             end = start + size
-    return Read(Past(tuple(map(tuple, records)), columns), end, error)
+    return Loaded(Past(tuple(map(tuple, records)), columns), end, error)
 
 
-def _add(content: bytes, columns: dict[str, int], records: list[list[Record]]) -> bool:
+def _add(content: bytes, columns: dict[str, int], records: list[list[HistoryRecord]]) -> bool:
     if content[:1] == b"C":
         for uuid in content[1:].decode(errors="replace").split("\n"):
             columns.setdefault(uuid, len(columns))
@@ -75,7 +75,7 @@ def _add(content: bytes, columns: dict[str, int], records: list[list[Record]]) -
     if kind != b"R" or span >= len(records) or not isfinite(at) or rest or size > len(columns):
         return False
     starts = range(_RECORD.size, len(content), size) if size else ()
-    records[span].append(Record(at, tuple(content[start : start + size] for start in starts) or (b"",) * PLANES))
+    records[span].append(HistoryRecord(at, tuple(content[start : start + size] for start in starts) or (b"",) * PLANES))
     return True
 
 

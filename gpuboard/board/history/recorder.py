@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gpuboard import files, paths
 from gpuboard.board.history.codec import VERSION, columns_frame, read, record_frame
-from gpuboard.board.history.records import Past, Record, only
+from gpuboard.board.history.records import HistoryRecord, Past, only
 from gpuboard.board.history.rings import DAY, SPANS, History
 
 _FILES = 4  # boards of a user and host that write
@@ -159,7 +159,7 @@ class _File:
         self._columns, self._end = uuids, self._end + len(data)
         self._sizes |= {key: len(frame) for key, frame in new.items()}
 
-    def _replace(self, records: Mapping[_Key, Record], uuids: list[str]) -> None:
+    def _replace(self, records: Mapping[_Key, HistoryRecord], uuids: list[str]) -> None:
         frames = {key: record_frame(key[0], record) for key, record in records.items()}
         data = b"".join([VERSION, columns_frame(uuids), *frames.values()])
         temporary = f"{self.path}.new"  # only the owner of the lock writes it

@@ -68,7 +68,7 @@ class HostSamples(NamedTuple):
     peak: tuple[float | None, ...] = ()  # of the CPU, percent
 
 
-class Record(NamedTuple):
+class HistoryRecord(NamedTuple):
     """All GPUs at one time, or in the bucket that begins then. ``planes`` are of bytes."""
 
     at: float  # epoch seconds
@@ -78,7 +78,7 @@ class Record(NamedTuple):
 class Past(NamedTuple):
     """The records of several spans, and the column of each GPU in them."""
 
-    records: tuple[tuple[Record, ...], ...]  # of each span, oldest first
+    records: tuple[tuple[HistoryRecord, ...], ...]  # of each span, oldest first
     columns: dict[str, int]  # by UUID, in the order of the columns
 
 
@@ -87,7 +87,7 @@ def is_current(node: NodeView, gpu: GpuView) -> bool:
     return node.state == "up" and gpu.error is None and gpu.delay_s <= _DELAY_S
 
 
-def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> Record:
+def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> HistoryRecord:
     """Return a record of nodes; adds their GPUs to ``columns``. Readings are untrusted: they are clamped."""
     for node in nodes:
         columns.setdefault(_NODE + node.name, len(columns))
@@ -125,7 +125,7 @@ def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> Rec
                     _WATT_CODES[round(watts)] if 0 <= watts < _WATTS - 1 else _root_code(watts * _WATT_STEPS)
                 )
     shared = bytes(utilization)
-    return Record(at, (shared, shared, bytes(memory), bytes(temperature), bytes(power), bytes(free)))
+    return HistoryRecord(at, (shared, shared, bytes(memory), bytes(temperature), bytes(power), bytes(free)))
 
 
 def keys(nodes: Iterable[NodeView]) -> set[str]:
@@ -143,26 +143,28 @@ def is_host(key: str) -> bool:
     return key.startswith(_NODE)
 
 
-def decoded(records: Sequence[Record], plane: int, *, host: bool = False) -> tuple[float | None, ...]:
+def decoded(records: Sequence[HistoryRecord], plane: int, *, host: bool = False) -> tuple[float | None, ...]:
     """Return the values of a plane in records of one column, of a GPU or a node."""
     table = (_DECODE_NODE if host else DECODE)[plane]
     return tuple(table[record.planes[plane][0]] if record.planes[plane] else None for record in records)
 
 
-def merged(records: Sequence[Record], at: float) -> Record:
+def merged(records: Sequence[HistoryRecord], at: float) -> HistoryRecord:
     """Return the means and peaks of several records as one of time ``at``; unknown values do not count."""
-    return Record(at, tuple(_merged([record.planes[plane] for record in records], plane) for plane in range(PLANES)))
+    return HistoryRecord(
+        at, tuple(_merged([record.planes[plane] for record in records], plane) for plane in range(PLANES))
+    )
 
 
-def column(record: Record, number: int) -> Record:
+def column(record: HistoryRecord, number: int) -> HistoryRecord:
     """Return a record of one GPU, in column 0."""
-    return Record(record.at, tuple(plane[number : number + 1] for plane in record.planes))
+    return HistoryRecord(record.at, tuple(plane[number : number + 1] for plane in record.planes))
 
 
-def select(record: Record, numbers: Sequence[int], size: int) -> Record:
+def select(record: HistoryRecord, numbers: Sequence[int], size: int) -> HistoryRecord:
     """Return a record of the given columns of ``size``, in their order; the column ``size`` itself is unknown."""
     pick = itemgetter(*numbers, size)  # one more than asked for: with one alone it would not return a tuple
-    return Record(record.at, tuple(bytes(pick(plane.ljust(size + 1, b"\0")))[:-1] for plane in record.planes))
+    return HistoryRecord(record.at, tuple(bytes(pick(plane.ljust(size + 1, b"\0")))[:-1] for plane in record.planes))
 
 
 def only(past: Past, kept: Collection[str]) -> Past:
@@ -193,11 +195,11 @@ def _arranged(past: Past, uuids: Sequence[str]) -> Past:
     return Past(tuple(tuple(select(record, numbers, size) for record in each) for each in past.records), columns)
 
 
-def _higher(one: Record, other: Record) -> Record:
+def _higher(one: HistoryRecord, other: HistoryRecord) -> HistoryRecord:
     most = len(max(one.planes[0], other.planes[0], key=len))
     pairs = zip(one.planes, other.planes, strict=True)
     planes = (bytes(map(max, first.ljust(most, b"\0"), second.ljust(most, b"\0"))) for first, second in pairs)
-    return Record(one.at, tuple(planes))
+    return HistoryRecord(one.at, tuple(planes))
 
 
 def known(plane: bytes) -> bytes:

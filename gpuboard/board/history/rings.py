@@ -18,9 +18,9 @@ from gpuboard.board.history.records import (
     POWER,
     TEMPERATURE,
     UTILIZATION,
+    HistoryRecord,
     HostSamples,
     Past,
-    Record,
     Samples,
     column,
     decoded,
@@ -80,11 +80,11 @@ class History:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._past = Past(((),) * len(SPANS), {})  # replaced as a whole: readers need no lock
-        self._totals: dict[int, tuple[Record, _Total]] = {}  # by the id of a record, which is kept with it
+        self._totals: dict[int, tuple[HistoryRecord, _Total]] = {}  # by the id of a record, which is kept with it
         self._own: frozenset[str] = frozenset()  # columns seen here: loaded records may have others
         self._loaded: frozenset[str] = frozenset()
         self._due = float("-inf")
-        self._binned: tuple[tuple[Record, ...], int, list[int]] = ((), 0, [])  # for ``_places``
+        self._binned: tuple[tuple[HistoryRecord, ...], int, list[int]] = ((), 0, [])  # for ``_places``
 
     def add(self, snapshot: Snapshot, now: float) -> bool:
         """Take a sample if one is due; return whether it was taken.
@@ -126,7 +126,7 @@ class History:
         values = (decoded(found, plane, host=True) for plane in _SHOWN)
         return HostSamples(tuple(record.at for record in found), *values)
 
-    def _of(self, key: str, span: Span) -> list[Record]:
+    def _of(self, key: str, span: Span) -> list[HistoryRecord]:
         records, columns = self._past
         number = columns.get(key)
         if number is None:
@@ -170,7 +170,7 @@ class History:
                 found[at] = found[at - 1]
         return found
 
-    def _places(self, records: tuple[Record, ...], bins: int) -> list[int]:
+    def _places(self, records: tuple[HistoryRecord, ...], bins: int) -> list[int]:
         """Return the bin of each record, negative before the first; computed once for all rows of a picture."""
         if self._binned[0] is not records or self._binned[1] != bins:
             bin_s = SPAN_S / bins
@@ -184,9 +184,9 @@ class History:
         own, totals = self._own, self._totals
         numbers = [number for key, number in columns.items() if key in own and not is_host(key)]
 
-        def total(record: Record) -> _Total:
+        def total(record: HistoryRecord) -> _Total:
             if id(record) not in totals:
-                needed = Record(record.at, (record.planes[UTILIZATION], record.planes[FREE]))
+                needed = HistoryRecord(record.at, (record.planes[UTILIZATION], record.planes[FREE]))
                 totals[id(record)] = record, _total(*select(needed, numbers, len(columns)).planes)
             return totals[id(record)][1]
 
@@ -251,7 +251,7 @@ class History:
         self._due = now
 
 
-def _newest(records: Sequence[tuple[Record, ...]], span: Span) -> float:
+def _newest(records: Sequence[tuple[HistoryRecord, ...]], span: Span) -> float:
     """Return the begin of the newest bucket of a span."""
     return _begin(records[0][-1].at, span) if records[0] and span.bucket_s else 0.0
 
@@ -267,7 +267,10 @@ def _begin(at: float, span: Span) -> float:
 
 
 def _unfinished(
-    records: Sequence[tuple[Record, ...]], span: Span, part: Callable[[Record], T], merge: Callable[[list[T]], T]
+    records: Sequence[tuple[HistoryRecord, ...]],
+    span: Span,
+    part: Callable[[HistoryRecord], T],
+    merge: Callable[[list[T]], T],
 ) -> T | None:
     """Return what the newest bucket of a span amounts to until now, from the parts of finer spans; None for samples."""
     found: list[T] = []

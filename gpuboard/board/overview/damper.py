@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from gpuboard.board.overview.events import Event
+from gpuboard.board.overview.events import ClusterEvent
 
 MOST = 4  # events of one thing in WINDOW_S that are listed one by one; later ones are counted
 WINDOW_S = 600.0
@@ -19,7 +19,7 @@ class _Trail(msgspec.Struct):
     """The events of one thing."""
 
     times: list[float]  # of the listed ones in the window
-    held: Event | None = None  # the last one that was not listed
+    held: ClusterEvent | None = None  # the last one that was not listed
     at: float = 0.0  # its time
     count: int = 0  # how many were not listed
 
@@ -30,7 +30,7 @@ class Damper:
     def __init__(self) -> None:
         self._trails: dict[tuple[str, tuple[str, ...], str, str], _Trail] = {}
 
-    def listed(self, events: Iterable[Event], now: float) -> list[Event]:
+    def listed(self, events: Iterable[ClusterEvent], now: float) -> list[ClusterEvent]:
         """Return what to list of new ``events``, and what was held back. ``now``: monotonic seconds."""
         found = []
         for event in events:

@@ -28,7 +28,7 @@ _LOST = "GPU lost: "
 NODES_MAX = 1024  # names kept of an event
 
 
-class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class ClusterEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Something that happened, to one or more nodes or GPUs at once. A line of the event file."""
 
     at: str  # ISO 8601, by this host's clock
@@ -40,7 +40,7 @@ class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     by: str = ""  # the board that has seen it
 
 
-class Seen(msgspec.Struct, frozen=True, gc=False):
+class Baseline(msgspec.Struct, frozen=True, gc=False):
     """What the next snapshot is compared with. Replaced by ``look``, never changed."""
 
     nodes: Mapping[str, NodeView] = {}  # as of the newest snapshot, or the last one in which it was not connecting
@@ -51,13 +51,15 @@ class Seen(msgspec.Struct, frozen=True, gc=False):
     started: bool = False
 
 
-def look(seen: Seen, snapshot: Snapshot, leases: Iterable[Lease], unread: Collection[str]) -> tuple[list[Event], Seen]:
+def look(
+    seen: Baseline, snapshot: Snapshot, leases: Iterable[Lease], unread: Collection[str]
+) -> tuple[list[ClusterEvent], Baseline]:
     """Return what has happened since ``seen``, each event of one node or lease, and what to compare with next.
 
     ``unread``: nodes whose leases are unknown.
     """
     at = snapshot.at
-    events: list[Event] = []
+    events: list[ClusterEvent] = []
     nodes, up, since, bad = dict(seen.nodes), dict(seen.up), dict(seen.down_since), set(seen.bad)
     for node in snapshot.nodes:
         name = node.name
@@ -81,28 +83,28 @@ def look(seen: Seen, snapshot: Snapshot, leases: Iterable[Lease], unread: Collec
         elif last.gpus is not node.gpus:
             events += _of_gpus(last, node, at, bad)
     ended, known = _of_leases(seen, snapshot, leases, unread)
-    return events + ended, Seen(nodes, up, since, frozenset(bad), known, started=True)
+    return events + ended, Baseline(nodes, up, since, frozenset(bad), known, started=True)
 
 
-def _of_node(before: NodeView, node: NodeView, at: str, since: str | None) -> Iterator[Event]:
+def _of_node(before: NodeView, node: NodeView, at: str, since: str | None) -> Iterator[ClusterEvent]:
     """Yield the change of a node's connection."""
     if node.state == "up":
         away = f"after {format_duration(max(0.0, seconds_of(at) - seconds_of(since)))}" if since else ""
-        yield Event(at, "back", (node.name,), words=away)
+        yield ClusterEvent(at, "back", (node.name,), words=away)
     elif node.state == "unreachable" or before.state == "up":
-        yield Event(at, node.state, (node.name,), words=node.error or "")
+        yield ClusterEvent(at, node.state, (node.name,), words=node.error or "")
 
 
-def _of_gpus(before: NodeView, node: NodeView, at: str, bad: set[str]) -> Iterator[Event]:
+def _of_gpus(before: NodeView, node: NodeView, at: str, bad: set[str]) -> Iterator[ClusterEvent]:
     """Yield what happened to the GPUs of a node; those that are broken are kept in ``bad``."""
     for old, gpu in _pairs(before, node):
         if gpu is None:
             if before.source == node.source != "slurm" and old.uuid not in bad:
                 bad.add(old.uuid)
-                yield Event(at, "lost", (node.name,), str(old.index), words="the node no longer lists it")
+                yield ClusterEvent(at, "lost", (node.name,), str(old.index), words="the node no longer lists it")
         elif old is not gpu and not _same(old, gpu):
             for kind, user, words in _of_gpu(old, gpu, bad):
-                yield Event(at, kind, (node.name,), str(gpu.index), user, words)
+                yield ClusterEvent(at, kind, (node.name,), str(gpu.index), user, words)
 
 
 def _same(old: GpuView, gpu: GpuView) -> bool:
@@ -159,8 +161,8 @@ def _kind_of(reason: str) -> str:
 
 
 def _of_leases(
-    seen: Seen, snapshot: Snapshot, leases: Iterable[Lease], unread: Collection[str]
-) -> tuple[list[Event], dict[tuple[str, str], Lease]]:
+    seen: Baseline, snapshot: Snapshot, leases: Iterable[Lease], unread: Collection[str]
+) -> tuple[list[ClusterEvent], dict[tuple[str, str], Lease]]:
     """Return the leases that have ended as events, and those that stand or may still stand."""
     known = {(lease.id, lease.owner): lease for lease in leases}
     hidden = set(unread)
@@ -179,20 +181,20 @@ def _of_leases(
         words += "" if expired else f", {format_duration(left_s)} before its end"
         indexes = [gpu.index for gpu in lease.gpus if gpu.index is not None] if len(nodes) == 1 else []
         kind = "expired" if expired else "ended"
-        events.append(Event(snapshot.at, kind, nodes, ranges(set(indexes)), lease.owner, words))
+        events.append(ClusterEvent(snapshot.at, kind, nodes, ranges(set(indexes)), lease.owner, words))
     return events, known
 
 
-def merged(events: Sequence[Event]) -> list[Event]:
+def merged(events: Sequence[ClusterEvent]) -> list[ClusterEvent]:
     """Return events of one moment with those that are alike as one: an error on eight GPUs, 200 nodes unreachable."""
-    alike: dict[tuple[str, str, str], list[Event]] = {}
+    alike: dict[tuple[str, str, str], list[ClusterEvent]] = {}
     for event in events:
         words = "" if event.kind in OF_NODES else event.words
         alike.setdefault((event.kind, event.user, words), []).append(event)
     return [_one(same) for same in alike.values()]
 
 
-def _one(events: Sequence[Event]) -> Event:
+def _one(events: Sequence[ClusterEvent]) -> ClusterEvent:
     first = events[0]
     if len(events) == 1:
         return first

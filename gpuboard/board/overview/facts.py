@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gpuboard.board.history import Cluster, History, Span
-from gpuboard.board.overview.events import Event
+from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.overview.log import EventLog
 from gpuboard.board.overview.people import People, Person
 from gpuboard.board.overview.upcoming import Ending, Upcoming
@@ -14,13 +14,13 @@ from gpuboard.board.scene import Scene
 from gpuboard.model.units import seconds_of
 
 
-class Facts(NamedTuple):
+class OverviewFacts(NamedTuple):
     """What the boxes show."""
 
     past: Cluster
     people: Sequence[Person]
     endings: Sequence[Ending]
-    events: Sequence[Event]  # oldest first
+    events: Sequence[ClusterEvent]  # oldest first
     problem: str  # why events are not kept
     now: float  # epoch seconds
     span: Span  # of the past
@@ -37,10 +37,10 @@ class Gatherer:
         self._people = People()
         self._upcoming = Upcoming()
 
-    def facts(self, scene: Scene, span: Span, most: int) -> Facts:
+    def facts(self, scene: Scene, span: Span, most: int) -> OverviewFacts:
         """Return the facts of a scene and of the ``span`` before it, ``most`` of what ends next."""
         now = seconds_of(scene.snapshot.at)
-        return Facts(
+        return OverviewFacts(
             self._history.cluster(span),
             self._people.of(scene, self.order),
             self._upcoming.of(scene, now, most),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from gpuboard import paths
 from gpuboard.board.overview.damper import Damper
-from gpuboard.board.overview.events import Event, Seen, look, merged
+from gpuboard.board.overview.events import Baseline, ClusterEvent, look, merged
 from gpuboard.board.overview.store import EventStore
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import Snapshot
@@ -19,7 +19,7 @@ class EventLog:
         """``nodes``: their names; ``kept``: for the next start, too."""
         self._store = EventStore(paths.state_dir(env) / "events.jsonl", nodes)
         self._kept = kept
-        self._seen = Seen()
+        self._seen = Baseline()
         self._damper = Damper()
 
     def start(self) -> None:
@@ -33,7 +33,7 @@ class EventLog:
         self._store.add(merged(self._damper.listed(found, now)))
 
     @property
-    def events(self) -> Sequence[Event]:
+    def events(self) -> Sequence[ClusterEvent]:
         """All known events, oldest first; the same object until there is another one."""
         return self._store.events
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from gpuboard import files, paths
-from gpuboard.board.overview.events import NODES_MAX, OF_NODES, Event
+from gpuboard.board.overview.events import NODES_MAX, OF_NODES, ClusterEvent
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso, seconds_of
 
@@ -28,9 +28,9 @@ _SAME_S = 30.0  # two boards see one event at most this far apart
 _WAITING = 100  # events that wait for a file system that hangs
 
 
-def read(file: Path) -> list[Event]:
+def read(file: Path) -> list[ClusterEvent]:
     """Return the kept events, oldest first. Raises OSError for a file that cannot be read."""
-    found: list[Event] = []
+    found: list[ClusterEvent] = []
     for part in (_older(file), file):
         try:
             data = files.read(part, _READ_MAX)
@@ -40,7 +40,7 @@ def read(file: Path) -> list[Event]:
     return distinct(found)[-KEPT:]
 
 
-def append(file: Path, events: Iterable[Event]) -> None:
+def append(file: Path, events: Iterable[ClusterEvent]) -> None:
     """Write events to the end of the file. Raises OSError."""
     data = b"".join(msgspec.json.encode(event) + b"\n" for event in events)
     paths.make_private(file.parent)
@@ -57,7 +57,7 @@ def append(file: Path, events: Iterable[Event]) -> None:
         os.close(fd)
 
 
-def distinct(events: Iterable[Event]) -> list[Event]:
+def distinct(events: Iterable[ClusterEvent]) -> list[ClusterEvent]:
     """Return events in the order of their times, without those that another board had seen just before."""
     last: dict[tuple[object, ...], tuple[float, str]] = {}
     found = []
@@ -80,9 +80,9 @@ class EventStore:
         self._path = file
         self._nodes = frozenset(nodes)
         self._by = os.urandom(4).hex()
-        self._waiting: queue.Queue[Sequence[Event]] = queue.Queue(_WAITING)
+        self._waiting: queue.Queue[Sequence[ClusterEvent]] = queue.Queue(_WAITING)
         self._lock = threading.Lock()
-        self.events: Sequence[Event] = ()  # all that are known, oldest first; replaced, never changed
+        self.events: Sequence[ClusterEvent] = ()  # all that are known, oldest first; replaced, never changed
         self.problem = ""  # why events cannot be read or written; "": they can
         self._started = False
 
@@ -91,7 +91,7 @@ class EventStore:
         self._started = True
         threading.Thread(target=self._run, name="events", daemon=True).start()
 
-    def add(self, events: Sequence[Event]) -> None:
+    def add(self, events: Sequence[ClusterEvent]) -> None:
         """Keep events; never waits."""
         if not events:
             return
@@ -121,10 +121,10 @@ class EventStore:
                 self.problem = f"{self._path}: {error.strerror}; events are not kept"
 
 
-def _decoded(line: bytes) -> Event | None:
+def _decoded(line: bytes) -> ClusterEvent | None:
     """Return the event in a line, its texts cleaned; None for anything else."""
     try:
-        event = msgspec.json.decode(line, type=Event)
+        event = msgspec.json.decode(line, type=ClusterEvent)
         at = iso(seconds_of(event.at))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError):
         return None

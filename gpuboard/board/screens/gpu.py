@@ -16,7 +16,7 @@ from gpuboard.board.gpu_actions import ActingScreen, GraphScreen
 from gpuboard.board.history import History, is_current
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail import gpu as gpu_lines
-from gpuboard.board.text.detail.graphs import Frame
+from gpuboard.board.text.detail.graphs import GraphFrame
 from gpuboard.board.text.lines import Runs, above, named, title
 from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_key, process_rows
 from gpuboard.board.theme.styles import Glyphs
@@ -106,10 +106,10 @@ class GpuPanel(VerticalScroll, can_focus=False):
         known = self._memory.look(scene, time.monotonic())
         least, most = _PANEL_PLOT_LINES
         height = max(least, min(most, (self.size.height - _PANEL_REST) // 4))
-        pane.show(partial(_panel_lines, known, scene, history, Frame(0, height, glyphs)))
+        pane.show(partial(_panel_lines, known, scene, history, GraphFrame(0, height, glyphs)))
 
 
-def _panel_lines(known: Known, scene: Scene, history: History, frame: Frame, width: int) -> list[Runs]:
+def _panel_lines(known: Known, scene: Scene, history: History, frame: GraphFrame, width: int) -> list[Runs]:
     lines = notice(known, width)
     place = known.now or known.values
     if place is None or known.values is None:
@@ -191,7 +191,7 @@ class GpuScreen(GraphScreen, ActingScreen):
             ]
         )
         self.query_one("#readings", Pane).show(
-            lambda width: gpu_lines.readings(values.gpu, samples, Frame(width, height, glyphs, old, span))
+            lambda width: gpu_lines.readings(values.gpu, samples, GraphFrame(width, height, glyphs, old, span))
         )
         self._show_processes(process_rows(values, dim=old), no_processes(values))
         self.query_one("#links", Pane).show(lambda width: [title("Links"), *gpu_lines.links(place, width)])

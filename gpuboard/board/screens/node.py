@@ -14,7 +14,7 @@ from gpuboard.board.arrange import natural_nodes, users_of
 from gpuboard.board.gpu_actions import ActingScreen, GraphScreen
 from gpuboard.board.history import History, Span
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.detail.graphs import Frame
+from gpuboard.board.text.detail.graphs import GraphFrame
 from gpuboard.board.text.detail.host import host_graphs, network_words
 from gpuboard.board.text.format import age, percent, short_model
 from gpuboard.board.text.lines import NAME, Runs, above, named
@@ -222,7 +222,9 @@ class NodeScreen(GraphScreen, ActingScreen):
         )
         if host.display:
             samples = history.host(node.name, span)
-            host.show(lambda width: host_graphs(node, samples, Frame(width, height, glyphs, node.state != "up", span)))
+            host.show(
+                lambda width: host_graphs(node, samples, GraphFrame(width, height, glyphs, node.state != "up", span))
+            )
         grid = self.query_one("#gpus", Grid)
         empty = "no GPU"
         if node.age_s is None:

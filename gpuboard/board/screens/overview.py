@@ -12,7 +12,7 @@ from textual.widget import Widget
 
 from gpuboard.board.filter.events import EVENTS
 from gpuboard.board.gpu_actions import GraphScreen
-from gpuboard.board.overview.events import Event
+from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.overview.facts import Gatherer
 from gpuboard.board.overview.people import ORDERS
 from gpuboard.board.scene import Scene
@@ -71,7 +71,7 @@ class OverviewScreen(GraphScreen, FilteredScreen):
     def _boxes(self) -> OverviewPanel:
         return self.query_one("#boxes", OverviewPanel)
 
-    def filter_rows(self) -> Iterable[tuple[Event, float]]:
+    def filter_rows(self) -> Iterable[tuple[ClusterEvent, float]]:
         """Return every event, and the time now."""
         now = self._now
         return ((event, now) for event in self.board.core.events.events)
@@ -98,7 +98,7 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         line = [(" Events  ", "title"), (f"{found}{' match' if filtered else ''}" if found or filtered else "", "dim")]
         self.query_one("#sums", Lines).set_lines([line, *([[(f" {problem}", "warn")]] if problem else [])])
 
-    def _row(self, event: Event) -> Row:
+    def _row(self, event: ClusterEvent) -> Row:
         cells: Sequence[Cell] = (
             Cell(event_date(event, self._now), "dim"),
             Cell(event.kind, EVENT_ROLES.get(event.kind, "")),

@@ -18,7 +18,7 @@ from gpuboard.board.text.processes import about, cluster_columns, group_key, met
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid, LazyRows, Row
 from gpuboard.board.widgets.pane import Lines
-from gpuboard.cluster.snapshot.processes import SORTS, Group, Running, grouped, in_order, running, unread
+from gpuboard.cluster.snapshot.processes import SORTS, ProcessGroup, Running, grouped, in_order, running, unread
 from gpuboard.launch.runs.folder import by_lease
 
 _UNREAD_MOST = 8  # names of nodes and GPUs
@@ -89,7 +89,7 @@ class ProcessesScreen(FilteredScreen):
         query = self.query_in_force
         matching = [one for one, uid in self.filter_rows() if query.matches(one, uid)]
         shown = in_order(matching, self._sort, reverse=self._reverse)
-        items: list[Running | Group] = list(shown)
+        items: list[Running | ProcessGroup] = list(shown)
         if self._tree:
             self._read_runs()
             items = []
@@ -98,7 +98,7 @@ class ProcessesScreen(FilteredScreen):
 
         bar, glyphs = meter_cells(self.size.width), self.board.look.glyphs
 
-        def row(item: Running | Group) -> Row:
+        def row(item: Running | ProcessGroup) -> Row:
             own = isinstance(item, Running) and is_mine(item, scene.uids.get(item.node))
             dim = isinstance(item, Running) and scene.nodes[item.node].state != "up"
             return running_row(item, mine=own, dim=dim, indent=self._tree, bar=bar, glyphs=glyphs)
@@ -234,5 +234,5 @@ class ProcessesScreen(FilteredScreen):
             self.board.open_gpu(one.gpus[0].uuid)
 
 
-def _key(item: Running | Group) -> str:
-    return group_key(item) if isinstance(item, Group) else item.key
+def _key(item: Running | ProcessGroup) -> str:
+    return group_key(item) if isinstance(item, ProcessGroup) else item.key

@@ -51,7 +51,7 @@ USUAL = (
 )  # fmt: skip
 
 
-class Choice(NamedTuple):
+class ColumnChoice(NamedTuple):
     """A column that the user has chosen. ``width`` in cells; 0: the usual one."""
 
     key: str
@@ -61,18 +61,18 @@ class Choice(NamedTuple):
         return f"{self.key}:{self.width}" if self.width else self.key
 
 
-def choices(words: Sequence[str]) -> list[Choice]:
+def choices(words: Sequence[str]) -> list[ColumnChoice]:
     """Return the columns kept between starts, ``key`` or ``key:width``, without unknown and repeated ones."""
-    found: dict[str, Choice] = {}
+    found: dict[str, ColumnChoice] = {}
     for word in words:
         key, _, size = word.partition(":")
         if key in COLUMNS:
             cells = int(size) if size.isascii() and size.isdigit() and len(size) < 4 else 0
-            found[key] = Choice(key, min(max(cells, WIDTH_LEAST), WIDTH_MOST) if cells else 0)
+            found[key] = ColumnChoice(key, min(max(cells, WIDTH_LEAST), WIDTH_MOST) if cells else 0)
     return list(found.values())
 
 
-def layout(scene: Scene, space: int, chosen: Sequence[Choice] = ()) -> tuple[Column, ...]:
+def layout(scene: Scene, space: int, chosen: Sequence[ColumnChoice] = ()) -> tuple[Column, ...]:
     """Return the columns of the table of ``scene``, ``space`` cells wide; without ``chosen`` the usual ones.
 
     The reason has as much room as it can have, up to a limit, before columns with a ``drop`` are shown. The model is
@@ -81,7 +81,7 @@ def layout(scene: Scene, space: int, chosen: Sequence[Choice] = ()) -> tuple[Col
     if not chosen:
         gpus = [gpu for node in scene.snapshot.nodes for gpu in node.gpus]
         alike = len({gpu.name for gpu in gpus}) < 2 and not any(gpu.mig for gpu in gpus)
-        chosen = [Choice(key) for key in USUAL if key != "model" or not alike]
+        chosen = [ColumnChoice(key) for key in USUAL if key != "model" or not alike]
     columns = [_sized(scene, choice) for choice in chosen]
     always = sum(column.width + GAP for column in columns if not column.drop)
     least = max(_REASON_LEAST, min(_REASON_WANTED, space - always))
@@ -90,7 +90,7 @@ def layout(scene: Scene, space: int, chosen: Sequence[Choice] = ()) -> tuple[Col
     )
 
 
-def _sized(scene: Scene, choice: Choice) -> Column:
+def _sized(scene: Scene, choice: ColumnChoice) -> Column:
     column = COLUMNS[choice.key]
     if choice.width:
         return column._replace(width=choice.width, weight=0, least=0)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from gpuboard.board.arrange import NodeRow, ViewState
 from gpuboard.board.history import Cluster
-from gpuboard.board.overview.events import Event
-from gpuboard.board.overview.facts import Facts
+from gpuboard.board.overview.events import ClusterEvent
+from gpuboard.board.overview.facts import OverviewFacts
 from gpuboard.board.overview.people import Person, totals
 from gpuboard.board.overview.upcoming import Ending
 from gpuboard.board.scene import Scene
@@ -53,7 +53,7 @@ EVENT_ROLES = {
 NO_EVENTS = "No events so far. They are recorded while a board runs."
 
 
-def overview(facts: Facts, cells: int, lines: int, glyphs: Glyphs, names: Sequence[str] = BOXES) -> list[Runs]:
+def overview(facts: OverviewFacts, cells: int, lines: int, glyphs: Glyphs, names: Sequence[str] = BOXES) -> list[Runs]:
     """Return exactly ``lines`` lines of ``cells`` cells, with those boxes of ``names`` that fit."""
     if cells < _NARROWEST:
         return [Runs()] * lines
@@ -121,7 +121,7 @@ def _widths(names: Sequence[str], cells: int) -> list[int]:
     return sizes
 
 
-def _box(name: str, facts: Facts, cells: int, height: int, glyphs: Glyphs) -> list[Runs]:
+def _box(name: str, facts: OverviewFacts, cells: int, height: int, glyphs: Glyphs) -> list[Runs]:
     inner, most = cells - 4, height - 2
     if name == "past":
         return framed("Cluster", past_note(facts.past), past_lines(facts, inner, most, glyphs), cells, height)
@@ -159,7 +159,7 @@ def past_note(past: Cluster) -> str:
     return f"{'?' if used is None else f'{used:.0f}%'} used  {'?' if free is None else f'{free:.0f}'} free"
 
 
-def past_lines(facts: Facts, cells: int, most: int, glyphs: Glyphs) -> list[Runs]:
+def past_lines(facts: OverviewFacts, cells: int, most: int, glyphs: Glyphs) -> list[Runs]:
     """Return plots of utilization and of free GPUs over the span, on one time axis."""
     past, span_s = facts.past, facts.span.seconds
     if most < 3:
@@ -236,7 +236,7 @@ def ending_lines(endings: Sequence[Ending], now: float, cells: int) -> list[Runs
     return lines
 
 
-def event_lines(facts: Facts, cells: int, most: int) -> list[Runs]:
+def event_lines(facts: OverviewFacts, cells: int, most: int) -> list[Runs]:
     """Return the newest events, the newest first."""
     lines: list[Runs] = [[(line, "warn")] for line in (wrapped(facts.problem, cells, most=2) if facts.problem else ())]
     if not facts.events:
@@ -253,24 +253,24 @@ def event_lines(facts: Facts, cells: int, most: int) -> list[Runs]:
     return lines
 
 
-def event_time(event: Event, now: float) -> str:
+def event_time(event: ClusterEvent, now: float) -> str:
     """Return an event's time of today as ``14:02``, an older one's date as ``01-31``; local."""
     at = datetime.fromtimestamp(seconds_of(event.at))
     return f"{at:%H:%M}" if at.date() == datetime.fromtimestamp(now).date() else f"{at:%m-%d}"
 
 
-def event_date(event: Event, now: float) -> str:
+def event_date(event: ClusterEvent, now: float) -> str:
     """Return an event's time to the second, ``14:02:11``; before today with its date, ``01-31 14:02:11``. Local."""
     at = datetime.fromtimestamp(seconds_of(event.at))
     return f"{at:%H:%M:%S}" if at.date() == datetime.fromtimestamp(now).date() else f"{at:%m-%d %H:%M:%S}"
 
 
-def event_words(event: Event) -> str:
+def event_words(event: ClusterEvent) -> str:
     """Return an event's user and words."""
     return ": ".join(filter(None, (event.user, event.words)))
 
 
-def places(event: Event) -> str:
+def places(event: ClusterEvent) -> str:
     """Return where an event was: ``gpu01:0-3``, ``gpu[01-20]``."""
     return f"{_folded(event.nodes)}{':' * bool(event.gpus)}{event.gpus}"
 

@@ -42,7 +42,7 @@ class MeterGrid(Grid):
         self.set_rows(LazyRows(with_devices(items), row_key, row))
 
 
-class ProcessList(Grid, can_focus=False):
+class ProcessGrid(Grid, can_focus=False):
     """The processes of the node; without a cursor."""
 
     ROW_CURSOR = False
@@ -65,7 +65,7 @@ class SingleNode(Vertical):
     def compose(self) -> ComposeResult:
         yield Pane(id="host")
         yield MeterGrid(self._history, id="meters")
-        yield ProcessList(text.TITLES, id="node-processes")
+        yield ProcessGrid(text.TITLES, id="node-processes")
 
     @property
     def grid(self) -> MeterGrid:
@@ -93,6 +93,6 @@ class SingleNode(Vertical):
             grid.styles.height = height
         grid.show(scene, items, tall)
         places = [item for item in items if isinstance(item, Place)]
-        processes = self.query_one("#node-processes", ProcessList)
+        processes = self.query_one("#node-processes", ProcessGrid)
         processes.set_empty(text.no_process(places))
         processes.set_rows(text.process_rows(places))

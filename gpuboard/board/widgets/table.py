@@ -8,7 +8,7 @@ from functools import partial
 from gpuboard.board.arrange import Group, age_of, key_of, users_of
 from gpuboard.board.arrange import Row as Item
 from gpuboard.board.scene import Place, Scene
-from gpuboard.board.tables.columns import BAR, SPARK, Choice, layout
+from gpuboard.board.tables.columns import BAR, SPARK, ColumnChoice, layout
 from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_beside, short_model
 from gpuboard.board.text.gpu_row import (
     Device,
@@ -38,7 +38,7 @@ class GpuTable(Grid):
         self._utilization = utilization
         self._scene: Scene | None = None
         self._items: Sequence[Item] = ()
-        self._chosen: tuple[Choice, ...] = ()
+        self._chosen: tuple[ColumnChoice, ...] = ()
         self._named = True  # whether there is a column with the users
 
     def plain(self, key: str, cell: Cell) -> str:
@@ -48,11 +48,11 @@ class GpuTable(Grid):
         return super().plain(key, cell)
 
     @property
-    def chosen(self) -> tuple[Choice, ...]:
+    def chosen(self) -> tuple[ColumnChoice, ...]:
         """The columns that the user has chosen; none: the usual ones."""
         return self._chosen
 
-    def choose(self, chosen: Sequence[Choice]) -> None:
+    def choose(self, chosen: Sequence[ColumnChoice]) -> None:
         """Show these columns from now on."""
         self._chosen = tuple(chosen)
         if self._scene is not None:

@@ -24,7 +24,7 @@ _COLOURS: dict[GpuState, str] = {
 Value = str | int | float | None
 
 
-class Device(NamedTuple):
+class DeviceRow(NamedTuple):
     """What a row is about: a GPU, or with ``mig`` one of its MIG devices."""
 
     node: NodeView
@@ -63,31 +63,31 @@ class StatusColumn(NamedTuple):
     """A column: its heading, its cell in the table, and its fields in CSV by name, which states the unit."""
 
     column: Column
-    cell: Callable[[Device], Cell]
-    fields: dict[str, Callable[[Device], Value]]
+    cell: Callable[[DeviceRow], Cell]
+    fields: dict[str, Callable[[DeviceRow], Value]]
 
 
-def devices(node: NodeView, gpu: GpuView, scene: Scene) -> list[Device]:
+def devices(node: NodeView, gpu: GpuView, scene: Scene) -> list[DeviceRow]:
     """Return a GPU and its MIG devices as rows."""
-    return [Device(node, gpu, scene), *(Device(node, gpu, scene, mig) for mig in gpu.mig)]
+    return [DeviceRow(node, gpu, scene), *(DeviceRow(node, gpu, scene, mig) for mig in gpu.mig)]
 
 
-def of_gpu(value: Callable[[GpuView], Value]) -> Callable[[Device], Value]:
+def of_gpu(value: Callable[[GpuView], Value]) -> Callable[[DeviceRow], Value]:
     """Return a field that MIG devices do not have."""
     return lambda device: value(device.gpu) if device.mig is None else None
 
 
-def measured(words: Callable[[GpuView], str | None]) -> Callable[[Device], Cell]:
+def measured(words: Callable[[GpuView], str | None]) -> Callable[[DeviceRow], Cell]:
     """Return a cell with a value of the GPU, ``?`` for unknown, empty for a MIG device."""
     return lambda device: Cell("" if device.mig is not None else words(device.gpu) or "?")
 
 
-def _state(device: Device) -> Cell:
+def _state(device: DeviceRow) -> Cell:
     state = (device.mig or device.gpu).state
     return Cell(state, _COLOURS.get(state, ""))
 
 
-def _user(device: Device) -> Cell:
+def _user(device: DeviceRow) -> Cell:
     if users := device.users:
         return Cell(",".join(clean(user, 32) for user in users))
     if device.mig is not None:
@@ -96,7 +96,7 @@ def _user(device: Device) -> Cell:
     return Cell("?" if hidden else "-")
 
 
-def _reason(device: Device, *, beside: bool) -> Cell:
+def _reason(device: DeviceRow, *, beside: bool) -> Cell:
     """Return state's reason and the flags; ``beside`` the user's column without the name shown there."""
     gpu, why = device.gpu, clean((device.mig or device.gpu).reason)
     if beside:
@@ -113,7 +113,7 @@ def _reason(device: Device, *, beside: bool) -> Cell:
     return Cell(why)
 
 
-def _memory(device: Device) -> Cell:
+def _memory(device: DeviceRow) -> Cell:
     """Return GiB used and in total; one decimal below 10 GiB used."""
     used, total = device.memory
     left = "?" if used is None else f"{used / 2**30:.{1 if used < 10 * 2**30 else 0}f}"
@@ -121,43 +121,43 @@ def _memory(device: Device) -> Cell:
     return Cell(f"{left}/{right}G")
 
 
-def _age(device: Device) -> Cell:
+def _age(device: DeviceRow) -> Cell:
     age_s = age_of(device.node, device.gpu)
     if age_s is None:
         return Cell("?")
     return Cell(f"{age_s:.1f}s" if age_s < 10 else format_duration(age_s))
 
 
-def _index(device: Device) -> Cell:
+def _index(device: DeviceRow) -> Cell:
     return Cell(str(device.gpu.index) + ("" if device.number is None else f":{device.number}"))
 
 
-def _leases(device: Device) -> list[str]:
+def _leases(device: DeviceRow) -> list[str]:
     return (device.mig or device.gpu).leases
 
 
-def _jobs(device: Device) -> list[str]:
+def _jobs(device: DeviceRow) -> list[str]:
     return [job.id for job in (device.mig or device.gpu).jobs]
 
 
-def _commands(device: Device) -> list[str]:
+def _commands(device: DeviceRow) -> list[str]:
     return [process.command for process in (device.gpu.processes or () if device.mig is None else ())]
 
 
-def _listed(words: Callable[[Device], list[str]], limit: int = 32) -> Callable[[Device], Cell]:
+def _listed(words: Callable[[DeviceRow], list[str]], limit: int = 32) -> Callable[[DeviceRow], Cell]:
     return lambda device: Cell(",".join(clean(word, limit) for word in words(device)))
 
 
-def _gib(device: Device) -> Cell:
+def _gib(device: DeviceRow) -> Cell:
     free = device.free
     return Cell("?" if free is None else f"{free / 2**30:.0f}G")
 
 
-def _model(device: Device) -> str:
+def _model(device: DeviceRow) -> str:
     return device.gpu.name if device.mig is None else device.mig.profile
 
 
-def _short_model(device: Device) -> Cell:
+def _short_model(device: DeviceRow) -> Cell:
     return Cell(clean(_model(device), 64).removeprefix("NVIDIA ").removeprefix("GeForce "))
 
 
@@ -228,7 +228,7 @@ def steps(names: Sequence[str]) -> list[Step]:
     return [Step(at[name], to) for name, to in STEPS if name in at and (to or name != names[-1])]
 
 
-def cells(device: Device, names: Sequence[str]) -> tuple[Cell, ...]:
+def cells(device: DeviceRow, names: Sequence[str]) -> tuple[Cell, ...]:
     """Return a row of the table with these columns."""
     return tuple(
         _reason(device, beside=True) if name == "reason" and "user" in names else COLUMNS[name].cell(device)
@@ -236,7 +236,7 @@ def cells(device: Device, names: Sequence[str]) -> tuple[Cell, ...]:
     )
 
 
-def fields(names: Sequence[str]) -> dict[str, Callable[[Device], Value]]:
+def fields(names: Sequence[str]) -> dict[str, Callable[[DeviceRow], Value]]:
     """Return the fields of CSV with these columns, by name."""
     return {field: value for name in names for field, value in COLUMNS[name].fields.items()}
 

@@ -18,7 +18,7 @@ from gpuboard.cli.options import typed
 from gpuboard.cli.stderr import report
 from gpuboard.model.text import quoted
 from gpuboard.model.units import format_duration, parse_duration
-from gpuboard.recording.file import Writer
+from gpuboard.recording.file import RecordingWriter
 from gpuboard.recording.frames import Frame
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
     settings = msgspec.structs.replace(context.settings, interval=f"{args.every:g}s")
     nodes = context.reach(context.nodes())
-    writer = Writer(args.file, version=__version__, commands=args.commands)
+    writer = RecordingWriter(args.file, version=__version__, commands=args.commands)
     before = [(number, signal.signal(number, _end)) for number in (signal.SIGTERM, signal.SIGHUP)]
     core = Core(nodes, settings, context.env, scheduler=context.new_scheduler())
     began = time.monotonic()
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     return 0
 
 
-def _record(core: Core, writer: Writer, every_s: float, until: float | None, context: Context) -> None:
+def _record(core: Core, writer: RecordingWriter, every_s: float, until: float | None, context: Context) -> None:
     """Write a frame for every reading until ``until`` (monotonic seconds), or until interrupted."""
     core.fleet.wait_all(core.fleet.connect_s)
     began = due = time.monotonic()
@@ -99,7 +99,7 @@ def _record(core: Core, writer: Writer, every_s: float, until: float | None, con
         time.sleep(max(0.0, min(due, until or due) - time.monotonic()))
 
 
-def _summary(writer: Writer, seconds: float) -> str:
+def _summary(writer: RecordingWriter, seconds: float) -> str:
     size = writer.bytes
     amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.0f} kB"
     return f"{format_duration(seconds)}, {writer.frames} frames, {amount}"

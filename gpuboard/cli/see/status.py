@@ -19,7 +19,7 @@ from gpuboard.cli.csv_output import write
 from gpuboard.cli.options import typed
 from gpuboard.cli.replay import add_replay, open_replay
 from gpuboard.cli.see import columns
-from gpuboard.cli.see.columns import COLUMNS, Device
+from gpuboard.cli.see.columns import COLUMNS, DeviceRow
 from gpuboard.cli.see.selection import Selection
 from gpuboard.cli.see.selection import add_arguments as add_selection
 from gpuboard.cli.stderr import report
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Output:
+class StatusOutput:
     """How snapshots are printed. Raises UsageError for options that contradict each other."""
 
     def __init__(self, args: argparse.Namespace, context: Context) -> None:
@@ -94,7 +94,7 @@ class Output:
         """Return the lines of the table."""
         return table(scene, self._context.width, self.names, self.selection, colour=self._context.colour)
 
-    def _records(self, scene: Scene) -> Iterator[Device]:
+    def _records(self, scene: Scene) -> Iterator[DeviceRow]:
         """Yield the GPUs, each followed by its MIG devices."""
         listed = scene_of(scene, self.selection.listed(scene))
         for place in self.selection.ordered(listed):
@@ -103,7 +103,7 @@ class Output:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Show the cluster once, or until interrupted."""
-    output = Output(args, context)
+    output = StatusOutput(args, context)
     if (replay := open_replay(args)) is not None:
         if args.watch is not None:
             raise UsageError("--watch cannot be combined with --replay")
@@ -265,7 +265,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _watch(fleet: Fleet, ledger: CompositeLedger, output: Output, context: Context, interval_s: float) -> None:
+def _watch(fleet: Fleet, ledger: CompositeLedger, output: StatusOutput, context: Context, interval_s: float) -> None:
     """Show the cluster repeatedly: in place on a terminal, elsewhere one table after the other."""
     json = output.kind == "json"
     in_place = context.stdout_is_tty and not json and context.env.get("TERM") != "dumb"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from gpuboard.launch.attempt.record import Record
+from gpuboard.launch.attempt.record import AttemptRecord
 from gpuboard.launch.failure import FailureWatch, rank_words
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.supervisors import Supervisors
@@ -16,7 +16,7 @@ class Ending:
     """``code``: exit code of a run that the user stops. ``asked``: the user's first request, its reason and code."""
 
     def __init__(
-        self, plan: LaunchPlan, supervisors: Supervisors, watch: FailureWatch, record: Record, timing: HeadTiming
+        self, plan: LaunchPlan, supervisors: Supervisors, watch: FailureWatch, record: AttemptRecord, timing: HeadTiming
     ) -> None:
         self.code: int | None = None
         self.asked: tuple[str, int] | None = None

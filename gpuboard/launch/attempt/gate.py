@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from gpuboard.launch.attempt.record import Record
+from gpuboard.launch.attempt.record import AttemptRecord
 from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.preflight.check import Check, check_text, grouped
@@ -18,7 +18,7 @@ from gpuboard.model.replies import Done
 Pump = Callable[[Callable[[], bool], float | None], bool]  # handles what comes in until the condition or the time
 
 
-class Gate:
+class StartGate:
     """``calls`` takes the replies to the calls of preflight; ``checks`` are its results."""
 
     def __init__(
@@ -26,7 +26,7 @@ class Gate:
         plan: LaunchPlan,
         supervisors: Supervisors,
         watch: FailureWatch,
-        record: Record,
+        record: AttemptRecord,
         *,
         script_checks: Sequence[Check],
         timing: HeadTiming,

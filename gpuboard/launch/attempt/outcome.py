@@ -8,8 +8,8 @@ import time
 import msgspec
 
 from gpuboard.launch.attempt.ending import Ending
-from gpuboard.launch.attempt.gate import Gate
-from gpuboard.launch.attempt.record import Record
+from gpuboard.launch.attempt.gate import StartGate
+from gpuboard.launch.attempt.record import AttemptRecord
 from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.output import Relay
 from gpuboard.launch.plan import LaunchPlan
@@ -22,20 +22,20 @@ from gpuboard.launch.stalls.straggler import Straggler
 from gpuboard.model.units import format_duration, iso
 
 
-class Outcome:
+class AttemptOutcome:
     """``saved``: the view that state.json has. ``failed_at``: epoch seconds, 0 before."""
 
     def __init__(
         self,
         plan: LaunchPlan,
         *,
-        gate: Gate,
+        gate: StartGate,
         ending: Ending,
         watch: FailureWatch,
         stalls: StallFollower,
         straggler: Straggler,
         relay: Relay,
-        record: Record,
+        record: AttemptRecord,
         before: RunView | None,
     ) -> None:
         """``before``: the run at the end of the attempt before."""

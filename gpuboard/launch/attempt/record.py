@@ -9,7 +9,7 @@ from gpuboard.launch.runs.folder import RunFolder
 from gpuboard.model.units import iso
 
 
-class Record:
+class AttemptRecord:
     """The messages and files of one attempt. No method raises: a full disk must not end a run."""
 
     def __init__(self, folder: RunFolder, screen: Screen) -> None:

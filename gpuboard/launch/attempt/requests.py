@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gpuboard.launch.attempt.record import Record
+from gpuboard.launch.attempt.record import AttemptRecord
 from gpuboard.launch.runs.control import FORWARDED, ControlRequest, ControlServer
 from gpuboard.launch.runs.folder import RunView
 from gpuboard.launch.stalls.follower import ExplainRequest
@@ -42,7 +42,7 @@ class Requests:
     def receive(
         self,
         inbox: Inbox,
-        record: Record,
+        record: AttemptRecord,
         *,
         view: Callable[[], RunView | None],
         explained: Callable[[Explanation], Explanation],
@@ -103,7 +103,7 @@ class Requests:
         return self._view() if request.op == "state" else {"error": f"unknown op {request.op!r}"}
 
 
-def suspend(record: Record, ends_after_s: float | None) -> None:
+def suspend(record: AttemptRecord, ends_after_s: float | None) -> None:
     """Suspend this process as ctrl-Z does, after telling what that means for the run.
 
     ``ends_after_s``: after this long without the head its ranks are stopped; None: they run on, or have ended.

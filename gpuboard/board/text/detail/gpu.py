@@ -9,7 +9,7 @@ from gpuboard.board.dialogs.request_form import local
 from gpuboard.board.history import Samples
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import fit
-from gpuboard.board.text.detail.graphs import Frame, Graph, graphs
+from gpuboard.board.text.detail.graphs import Graph, GraphFrame, graphs
 from gpuboard.board.text.detail.health import evidence
 from gpuboard.board.text.detail.topology import legend, matrix, neighbours
 from gpuboard.board.text.format import age, flag_role
@@ -97,7 +97,7 @@ def sensor_lines(gpu: GpuView, width: int) -> list[Runs]:
     return lines + (named("Not reported", ", ".join(missing), "dim", width) if missing else [])
 
 
-def readings(gpu: GpuView, samples: Samples, frame: Frame) -> list[Runs]:
+def readings(gpu: GpuView, samples: Samples, frame: GraphFrame) -> list[Runs]:
     """Return the four readings with their graphs over the span of ``frame``."""
     total = gpu.memory_total or 0
     total_gib = total / 2**30

@@ -18,7 +18,7 @@ _GAP = 3  # cells between them
 _TRACKS = "⠉", "."  # in Unicode and ASCII
 
 
-class Frame(NamedTuple):
+class GraphFrame(NamedTuple):
     """How readings are drawn: width in cells, lines per graph, glyphs."""
 
     width: int
@@ -51,7 +51,7 @@ class Graph(NamedTuple):
         return f"mean {self.words(sum(known) / len(known))}  peak {self.words(max(peaks, default=0.0))}"
 
 
-def graphs(shown: Sequence[Graph], frame: Frame) -> list[Runs]:
+def graphs(shown: Sequence[Graph], frame: GraphFrame) -> list[Runs]:
     """Return graphs with their names above, two side by side where they fit, and a time axis at the end."""
     columns = 2 if frame.width >= _TWO_COLUMNS else 1
     each = frame._replace(width=(frame.width - _GAP * (columns - 1)) // columns)
@@ -69,7 +69,7 @@ def graphs(shown: Sequence[Graph], frame: Frame) -> list[Runs]:
     return lines
 
 
-def _lines(graph: Graph, frame: Frame) -> list[Runs]:
+def _lines(graph: Graph, frame: GraphFrame) -> list[Runs]:
     """Return name, value and summary, the plot below them; every line has the full width."""
     role = "dim" if frame.dim else "unknown" if graph.now.startswith("?") else ""
     summary, room = graph.summary(), frame.width - NAME - width(graph.now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gpuboard.board.history import HostSamples
-from gpuboard.board.text.detail.graphs import Frame, Graph, graphs
+from gpuboard.board.text.detail.graphs import Graph, GraphFrame, graphs
 from gpuboard.board.text.lines import Runs
 from gpuboard.model.snapshot import NodeView
 from gpuboard.model.units import format_size
@@ -14,7 +14,7 @@ _MEMORY_WARN = 0.95  # part in use from which processes are about to be killed
 _SCALES = tuple(step * 10**power for power in range(9) for step in (1, 2, 5))
 
 
-def host_graphs(node: NodeView, samples: HostSamples, frame: Frame) -> list[Runs]:
+def host_graphs(node: NodeView, samples: HostSamples, frame: GraphFrame) -> list[Runs]:
     """Return the readings of a node with their graphs; those that it does not report are named in one line."""
     total_gib = (node.memory_total or 0) / 2**30
     memory = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
