@@ -18,12 +18,12 @@ from tests.waiting import until
 WRITER = """
 import sys
 from pathlib import Path
-from gpuboard.board.overview.events import Event
+from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.overview.store import append
 file, by = Path(sys.argv[1]), sys.argv[2]
 number = 0
 while number < 400:  # together fewer than are kept
-    append(file, [Event("2026-01-31T12:00:00.000Z", "xid", (f"gpu{number % 100}",), str(number), by, "x" * 200, by)])
+    append(file, [ClusterEvent("2026-01-31T12:00:00.000Z", "xid", (f"gpu{number % 100}",), str(number), by, "x" * 200, by)])
     number += 1
     print(number, flush=True)
 """
