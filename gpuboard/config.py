@@ -14,6 +14,7 @@ import msgspec
 
 from gpuboard import files, paths
 from gpuboard.errors import ConfigError
+from gpuboard.model.decoding import convert
 from gpuboard.model.state import Thresholds
 from gpuboard.model.text import quoted, shown
 from gpuboard.model.units import parse_duration, parse_size, parse_whole
@@ -186,7 +187,7 @@ def load(env: Mapping[str, str], flags: Mapping[str, Any], file: Path | None = N
         for key, value in values.items():
             _put(merged, key, value)
         origins |= {key: origin for key, _ in flat(values)}
-    settings = msgspec.convert(merged, Settings)
+    settings = convert(merged, Settings)
     for key, paths_of, most in (
         ("ssh_config", (settings.ssh_config,), files.SSH_CONFIG_MAX),
         ("known_hosts", settings.known_hosts, files.KNOWN_HOSTS_MAX),
@@ -254,7 +255,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
 def _check(values: dict[str, Any], origin: str) -> None:
     """Raise ConfigError for the first entry of ``values`` that is not a valid setting."""
     try:
-        msgspec.convert(values, Settings)
+        convert(values, Settings)
     except msgspec.ValidationError as error:
         message = str(error)
         words, _, path = message.partition(" - at `$.")
@@ -311,7 +312,7 @@ def _wrong_key(table: Mapping[str, Any], around: Callable[[Any], Any] = lambda i
     for key, value in table.items():
         alone = partial(_within, around, key)
         try:
-            msgspec.convert(alone(value), Settings)
+            convert(alone(value), Settings)
         except msgspec.ValidationError:
             inner = _wrong_key(value, alone) if isinstance(value, dict) else ""
             return f"{key}.{inner}" if inner else key

@@ -14,6 +14,7 @@ from gpuboard import files, paths
 from gpuboard.board.arrange import GROUPS, PANES, SORTS, VIEWS, ViewState
 from gpuboard.board.filter.query import TEXT_MAX
 from gpuboard.board.history import FIVE_MINUTES, SPANS, Span
+from gpuboard.model.decoding import from_json
 
 _SIZE = 64 * 1024  # bytes; we never write more
 
@@ -49,7 +50,7 @@ def load(env: Mapping[str, str]) -> tuple[Preferences, str | None]:
     """Return the preferences and what is wrong with the file, or None."""
     file = path(env)
     try:
-        kept = msgspec.json.decode(files.read(file, _SIZE), type=Preferences)
+        kept = from_json(files.read(file, _SIZE), Preferences)
     except FileNotFoundError:
         return Preferences(), None
     except OSError as error:

@@ -16,6 +16,7 @@ from gpuboard.agent.claims import store as claims
 from gpuboard.keeper.calls import Calls, NodeAnswer, Report
 from gpuboard.keeper.record import KeptNode, login_of
 from gpuboard.keeper.timing import KeeperTiming
+from gpuboard.model.decoding import convert
 
 if TYPE_CHECKING:
     from gpuboard.transport.connector import Connector
@@ -84,7 +85,7 @@ class Connectors:
         key = json.dumps(settings, sort_keys=True) + self._logins.use()
         if key not in self._known:
             try:
-                self._known.setdefault(key, Connector(msgspec.convert(settings, Settings)))
+                self._known.setdefault(key, Connector(convert(settings, Settings)))
             except msgspec.ValidationError as error:
                 raise ValueError(f"settings: {error}") from None
         return self._known[key]

@@ -12,6 +12,7 @@ from gpuboard import files
 from gpuboard.cluster.inventory.nodes import Node, is_here, local_node
 from gpuboard.errors import UsageError
 from gpuboard.leases.rank_map import rank_map
+from gpuboard.model.decoding import from_json
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.request import ChosenGpu
 from gpuboard.model.text import clean, shown
@@ -24,7 +25,7 @@ def read_rank_map(path: Path) -> RankMap:
     """Return the rank map in a file, decoded by type but not yet checked. Raises UsageError."""
     try:
         text = files.read(path, _BYTES_MAX).removeprefix(BOM_UTF8)  # written by some editors
-        found = msgspec.json.decode(text, type=RankMap)
+        found = from_json(text, RankMap)
     except OSError as error:
         raise UsageError(f"cannot read the rank map {shown(path)}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

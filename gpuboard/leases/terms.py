@@ -13,6 +13,7 @@ import msgspec
 from gpuboard import files, paths
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper.holder import Holder
+from gpuboard.model.decoding import from_json
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.units import format_duration, parse_duration
 
@@ -56,7 +57,7 @@ def stored_rank_map(env: Mapping[str, str], lease: str) -> RankMap | None:
     """Return the rank map written when a lease was allocated; None if it is not on this host."""
     try:
         with open(rank_map_file(env, lease), "rb") as file:
-            return msgspec.json.decode(file.read(), type=RankMap)
+            return from_json(file.read(), RankMap)
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from gpuboard.model.decoding import convert, from_json
 from gpuboard.model.gpu import Count, Number
 from gpuboard.model.reading import Claim
 from gpuboard.model.text import clean
@@ -199,13 +200,13 @@ def decode(data: msgspec.Raw | bytes, kind: type[T], clean_text: Callable[[str],
     ``clean_text``: ``lines`` keeps line ends; default: text is cut and made one line.
     """
     plain = msgspec.to_builtins(parse(data, kind), builtin_types=(bytes,))
-    return msgspec.convert(_inert(plain, clean_text or _one_line), kind)
+    return convert(_inert(plain, clean_text or _one_line), kind)
 
 
 def parse(data: msgspec.Raw | bytes, kind: type[T]) -> T:
     """Return the same without cleaning its text. Raises Malformed."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return from_json(data, kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: invalid UTF-8
         raise Malformed(clean(str(error), 200)) from None
 

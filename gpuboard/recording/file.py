@@ -17,6 +17,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 
 from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.model.decoding import convert, from_json
 from gpuboard.model.text import clean
 from gpuboard.model.units import day_time
 from gpuboard.recording.changes import Tree, applied, difference
@@ -158,9 +159,9 @@ class Recording:
         for member in self._members[number:]:
             try:
                 for line in self._data(member).splitlines():
-                    one = msgspec.json.decode(line)
+                    one = from_json(line)
                     if "format" not in one:
-                        yield msgspec.convert(one.pop("at"), float), cleaned(one)
+                        yield convert(one.pop("at"), float), cleaned(one)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error, OSError) as error:
                 raise self.damaged(member.first, error) from error
 
@@ -171,7 +172,7 @@ class Recording:
     def _check_schema(self) -> None:
         """Raise UsageError where another version wrote the file."""
         try:
-            head = msgspec.json.decode(self._data(self._members[0]).partition(b"\n")[0])
+            head = from_json(self._data(self._members[0]).partition(b"\n")[0])
             schema = head["schema"] if head["format"] == FORMAT else None
         except (ValueError, KeyError, TypeError, zlib.error, OSError) as error:
             raise self.damaged(self.begin, error) from error

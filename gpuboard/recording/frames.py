@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from gpuboard.model.decoding import convert
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.snapshot import NodeView, SchedulerView, Snapshot
 from gpuboard.model.text import clean
@@ -73,13 +74,13 @@ class Restorer:
         text = iso(at)
         nodes = [self._node(name, node, at) for name, node in tree["nodes"].items()]
         self._nodes = {name: self._nodes[name] for name in tree["nodes"]}
-        scheduler = msgspec.convert(_ages(tree.get("scheduler"), at), SchedulerView | None)
-        leases = [_lease(one, at) for one in msgspec.convert(tree.get("leases"), list[Any])]
+        scheduler = convert(_ages(tree.get("scheduler"), at), SchedulerView | None)
+        leases = [_lease(one, at) for one in convert(tree.get("leases"), list[Any])]
         return Frame(
             at,
-            Snapshot(1, text, msgspec.convert(tree.get("cluster"), str), nodes, scheduler),
-            LeaseList(1, text, leases, msgspec.convert(tree.get("unread"), list[str])),
-            msgspec.convert(tree.get("uids"), dict[str, int]),
+            Snapshot(1, text, convert(tree.get("cluster"), str), nodes, scheduler),
+            LeaseList(1, text, leases, convert(tree.get("unread"), list[str])),
+            convert(tree.get("uids"), dict[str, int]),
         )
 
     def _node(self, name: str, tree: Tree, at: float) -> NodeView:
@@ -89,7 +90,7 @@ class Restorer:
             if view.age_s is not None and at != then:
                 view = msgspec.structs.replace(view, age_s=max(0.0, view.age_s + at - then))
         else:
-            view = msgspec.convert(_ages(tree, at), NodeView)
+            view = convert(_ages(tree, at), NodeView)
         self._nodes[name] = (tree, view, at)
         return view
 
@@ -136,7 +137,7 @@ def _ages(tree: Tree, at: float) -> Tree:
 
 
 def _lease(tree: Tree, at: float) -> Lease:
-    lease = msgspec.convert(tree, Lease)
+    lease = convert(tree, Lease)
     return msgspec.structs.replace(lease, remaining_s=max(0.0, seconds_of(lease.until) - at))
 
 

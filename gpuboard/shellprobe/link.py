@@ -19,6 +19,7 @@ from gpuboard.agent.nvml import terms
 from gpuboard.agent.smi import parse as smi
 from gpuboard.agent.smi import process as smi_child
 from gpuboard.agent.smi import xml as smi_xml
+from gpuboard.model.decoding import json_decoder
 from gpuboard.model.reading import Hello, Message, Reading, Reply, Static
 from gpuboard.model.text import clean
 from gpuboard.shellprobe import readings, script
@@ -28,7 +29,7 @@ from gpuboard.transport.base import CallFailed, TransportError
 from gpuboard.transport.link import Link, Listener, Pending
 
 NO_SMI = "nor is there nvidia-smi"
-_decoder = msgspec.json.Decoder(Message)
+_decoder = json_decoder(Message)
 
 
 class ShellTiming(msgspec.Struct, frozen=True):

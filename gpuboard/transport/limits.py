@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from gpuboard.model.decoding import json_decoder
 from gpuboard.model.reading import Reading, Reply, Static
 from gpuboard.transport.base import TransportError
 
@@ -40,8 +41,8 @@ class _GpuOutline(msgspec.Struct, gc=False):
     mig: list[msgspec.Raw] | None = None
 
 
-_outline = msgspec.json.Decoder(_Outline)
-_gpu_outline = msgspec.json.Decoder(_GpuOutline)
+_outline = json_decoder(_Outline)
+_gpu_outline = json_decoder(_GpuOutline)
 
 
 class Exceeded(TransportError):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gpuboard.model import replies
+from gpuboard.model.decoding import json_decoder
 from gpuboard.model.reading import Event, Hello, Message, Reading, Reply, Static
 from gpuboard.model.text import clean
 from gpuboard.transport import limits
@@ -28,7 +29,7 @@ _STDERR_KEPT = 65536
 T = TypeVar("T")
 Listener = Callable[[Hello | Static | Reading | Event], None]
 
-_decoder = msgspec.json.Decoder(Message)
+_decoder = json_decoder(Message)
 _encoder = msgspec.json.Encoder()
 
 

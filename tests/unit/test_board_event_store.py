@@ -23,7 +23,8 @@ from gpuboard.board.overview.store import append
 file, by = Path(sys.argv[1]), sys.argv[2]
 number = 0
 while number < 400:  # together fewer than are kept
-    append(file, [ClusterEvent("2026-01-31T12:00:00.000Z", "xid", (f"gpu{number % 100}",), str(number), by, "x" * 200, by)])
+    at, node = "2026-01-31T12:00:00.000Z", f"gpu{number % 100}"
+    append(file, [ClusterEvent(at, "xid", (node,), str(number), by, "x" * 200, by)])
     number += 1
     print(number, flush=True)
 """

@@ -18,6 +18,7 @@ import msgspec
 
 from gpuboard import files, paths
 from gpuboard.board.overview.events import NODES_MAX, OF_NODES, ClusterEvent
+from gpuboard.model.decoding import from_json
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso, seconds_of
 
@@ -124,7 +125,7 @@ class EventStore:
 def _decoded(line: bytes) -> ClusterEvent | None:
     """Return the event in a line, its texts cleaned; None for anything else."""
     try:
-        event = msgspec.json.decode(line, type=ClusterEvent)
+        event = from_json(line, ClusterEvent)
         at = iso(seconds_of(event.at))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError):
         return None

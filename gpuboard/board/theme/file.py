@@ -17,6 +17,7 @@ from rich.style import Style
 
 from gpuboard import files, paths
 from gpuboard.config import parse_toml
+from gpuboard.model.decoding import convert
 
 ATTRIBUTES = ("bold", "dim", "italic", "reverse", "strike", "underline")
 _SIZE = 64 * 1024  # bytes; no valid theme is longer
@@ -69,7 +70,7 @@ def many_colors(env: Mapping[str, str]) -> bool:
 def read(path: Path) -> ThemeFile:
     """Read a theme file. Raises BadTheme."""
     try:
-        return msgspec.convert(parse_toml(files.read(path, _SIZE)), ThemeFile)
+        return convert(parse_toml(files.read(path, _SIZE)), ThemeFile)
     except OSError as error:
         raise BadTheme(f"{path.name}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -17,6 +17,7 @@ from gpuboard.cli.options import Parser, natural
 from gpuboard.cli.stderr import report
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.errors import GpuboardError
+from gpuboard.model.decoding import convert, from_json
 
 if TYPE_CHECKING:
     from gpuboard.doctor.links import AllReduce, MeasuredLink
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         report(f"measuring for {seconds} s, once the ranks have started")
     outcome = _launch(args, context, seconds)
     code, folder = outcome["exit_code"], Path((outcome["run"] or {}).get("folder", ""))
-    checks = msgspec.convert(outcome["checks"], list[Check])
+    checks = convert(outcome["checks"], list[Check])
     links: list[MeasuredLink] = []
     reductions: list[AllReduce] = []
     if code == 0:
@@ -81,7 +82,7 @@ def _launch(args: argparse.Namespace, context: Context, seconds: int) -> dict[st
             setattr(launching, name, getattr(args, name))
         with contextlib.redirect_stdout(sys.stderr):  # NCCL prints to stdout, which is for the results
             launch.run(launching, context)
-        found: dict[str, Any] = msgspec.json.decode(file.read_bytes())
+        found: dict[str, Any] = from_json(file.read_bytes())
     return found
 
 
@@ -94,10 +95,10 @@ def _results(
     from gpuboard.launch.runs.folder import RankView
 
     try:
-        measured = msgspec.json.decode((folder / "measured.json").read_bytes(), type=Measured)
+        measured = from_json((folder / "measured.json").read_bytes(), Measured)
     except (OSError, msgspec.DecodeError) as error:
         raise GpuboardError(f"{folder / 'measured.json'}: cannot read the results: {error}") from error
-    ranks = {rank.rank: rank for rank in msgspec.convert(outcome["run"]["ranks"], list[RankView])}
+    ranks = {rank.rank: rank for rank in convert(outcome["run"]["ranks"], list[RankView])}
     snapshot = _topology(folder, context) if device == "cuda" else None
     found = links(measured, ranks, snapshot)
     reductions = [all_reduce(one, len(ranks)) for one in measured.reductions]

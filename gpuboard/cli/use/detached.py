@@ -14,6 +14,7 @@ from gpuboard.cli.stderr import report
 from gpuboard.keeper.logind import run_reapers
 from gpuboard.launch.preflight.check import Check
 from gpuboard.launch.runs.folder import RunView, places
+from gpuboard.model.decoding import from_json
 
 if TYPE_CHECKING:
     from gpuboard.launch.detached.process import WaitingCommand
@@ -32,7 +33,7 @@ def detached_message(head: Head) -> bytes:
 
 def detached_run(message: str) -> RunView:
     """Return the run of such a line."""
-    return msgspec.json.decode(message, type=_Message).run
+    return from_json(message, _Message).run
 
 
 def await_detached(command: WaitingCommand, context: Context, *, as_json: bool) -> int:
@@ -40,7 +41,7 @@ def await_detached(command: WaitingCommand, context: Context, *, as_json: bool) 
     message = command.wait()
     if isinstance(message, int):
         return message
-    found = msgspec.json.decode(message, type=_Message)
+    found = from_json(message, _Message)
     if as_json:
         outcome = outcome_of("launch") | {"exit_code": 0} | msgspec.to_builtins(found)
         sys.stdout.write(msgspec.json.encode(outcome).decode() + "\n")

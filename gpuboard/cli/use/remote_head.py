@@ -19,6 +19,7 @@ from gpuboard.launch.detached.process import DetachingHead
 from gpuboard.launch.detached.remote import HeadConfig, RemoteHead
 from gpuboard.launch.output import LineSplitter, Screen
 from gpuboard.launch.runs.folder import note
+from gpuboard.model.decoding import from_json
 from gpuboard.transport.connector import Connector
 
 SLURM_REFUSED = (
@@ -57,7 +58,7 @@ def lead_elsewhere(
         note(context.env, msgspec.structs.replace(run, node=first.name))
         detaching.leave(screen, message.encode())
         return 0
-    outcome |= msgspec.json.decode(message, type=dict[str, Any])
+    outcome |= from_json(message, dict[str, Any])
     return int(outcome["exit_code"])
 
 

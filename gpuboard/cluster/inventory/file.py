@@ -13,6 +13,7 @@ import msgspec
 from gpuboard import files
 from gpuboard.cluster.inventory.nodes import Node, check_node, expand_names
 from gpuboard.errors import UsageError
+from gpuboard.model.decoding import from_json
 from gpuboard.model.text import shown
 
 VARIABLE = "GPUBOARD_INVENTORY"
@@ -28,7 +29,7 @@ def write_nodes(path: Path, nodes: Sequence[Node]) -> None:
 def read_nodes(path: Path, selected: Sequence[str] = ()) -> list[Node]:
     """Return the nodes in a file, or the subset ``selected`` (``--nodes``). Raises UsageError."""
     try:
-        nodes = msgspec.json.decode(files.read(path, _BYTES_MAX), type=list[Node])
+        nodes = from_json(files.read(path, _BYTES_MAX), list[Node])
     except OSError as error:
         raise UsageError(f"{VARIABLE}={shown(path)}: cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -18,6 +18,7 @@ from gpuboard.errors import GpuboardError
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.preflight.check import Check
 from gpuboard.model import replies
+from gpuboard.model.decoding import from_json
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.model.replies import Done
@@ -46,7 +47,7 @@ class HeadConfig(msgspec.Struct, frozen=True):
 
 def unpacked(text: str) -> HeadConfig:
     """Return what :meth:`HeadConfig.packed` packed."""
-    return msgspec.json.decode(zlib.decompress(base64.b64decode(text)), type=HeadConfig)
+    return from_json(zlib.decompress(base64.b64decode(text)), HeadConfig)
 
 
 class FromHead(msgspec.Struct, frozen=True):

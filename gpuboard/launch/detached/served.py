@@ -21,6 +21,7 @@ from gpuboard.keeper.record import decode
 from gpuboard.launch.detached.remote import FromHead, HeadConfig, unpacked
 from gpuboard.launch.output import Screen
 from gpuboard.launch.parent_watch import Lifeline
+from gpuboard.model.decoding import from_json
 
 _PROCEED_S = 60.0  # a network that drops packets ends no connection
 
@@ -39,7 +40,7 @@ class ServedHead:
                 raise GpuboardError("no config on standard input: this option is for gpuboard itself")
             self._data += data
         line, _, self._data = self._data.partition(b"\n")
-        self.config: HeadConfig = unpacked(msgspec.json.decode(line)["config"])
+        self.config: HeadConfig = unpacked(from_json(line)["config"])
         self.line = Lifeline(0, lambda: os.kill(os.getpid(), signal.SIGINT), self._received)
 
     def adopt(self, env: Mapping[str, str]) -> None:
@@ -91,7 +92,7 @@ class ServedHead:
     def _received(self, data: bytes) -> None:
         *lines, self._data = (self._data + data).split(b"\n")
         for line in lines:
-            request: dict[str, Any] = msgspec.json.decode(line)
+            request: dict[str, Any] = from_json(line)
             if "proceed" in request:
                 self._proceed.set()
             elif "signal" in request:

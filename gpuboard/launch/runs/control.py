@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from gpuboard.errors import GpuboardError
+from gpuboard.model.decoding import from_json
 
 _NAME = "control.sock"
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)  # to the ranks, when a client asks for it
@@ -64,7 +65,7 @@ class ControlServer:
     def _answer(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError, msgspec.DecodeError):
             client.settimeout(2.0)  # the folder is private, but a client may hang
-            request = msgspec.json.decode(client.makefile("rb").readline(), type=ControlRequest)
+            request = from_json(client.makefile("rb").readline(), ControlRequest)
             client.sendall(msgspec.json.encode(self.handle(request)) + b"\n")
 
 
@@ -75,7 +76,7 @@ def ask(folder: Path, request: ControlRequest, timeout_s: float = 5.0) -> object
             client.settimeout(timeout_s)
             client.connect(path)
             client.sendall(msgspec.json.encode(request) + b"\n")
-            reply: object = msgspec.json.decode(client.makefile("rb").readline())
+            reply: object = from_json(client.makefile("rb").readline())
             return reply
     except (OSError, msgspec.DecodeError) as error:
         raise GpuboardError(

@@ -23,6 +23,7 @@ from gpuboard import files, paths
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
 from gpuboard.launch.stalls.waits import RankGroup
+from gpuboard.model.decoding import from_json
 from gpuboard.model.text import clean
 from gpuboard.model.units import seconds_of
 
@@ -255,7 +256,7 @@ def _read(folder: Path) -> RunView | None:
 def read_state(folder: Path) -> RunView | None:
     """Return the run as its head last wrote it; None before the first time. An unreadable one is ``failed``."""
     try:
-        view = msgspec.json.decode((folder / "state.json").read_bytes(), type=RunView)
+        view = from_json((folder / "state.json").read_bytes(), RunView)
     except FileNotFoundError:
         return None  # the folder is new
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

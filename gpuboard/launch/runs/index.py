@@ -14,6 +14,7 @@ import msgspec
 
 from gpuboard.launch.preflight.check import Check, grouped
 from gpuboard.launch.runs.folder import FINAL, RunView, alive, judged, read_state, runs_dir
+from gpuboard.model.decoding import from_json
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.text import clean
 
@@ -140,7 +141,7 @@ def read_detail(folder: Path) -> RunDetail:
 
 def _decoded(path: Path, kind: type[_T]) -> _T | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return from_json(path.read_bytes(), kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 

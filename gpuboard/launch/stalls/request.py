@@ -9,6 +9,7 @@ from gpuboard.launch.runs.access import RunAccess
 from gpuboard.launch.runs.control import ControlRequest
 from gpuboard.launch.runs.folder import FINAL
 from gpuboard.launch.stalls.verdict import Explanation
+from gpuboard.model.decoding import convert
 from gpuboard.model.text import clean
 
 _WAIT_S = 15.0  # for the head, which asks all nodes
@@ -28,7 +29,7 @@ def explain_run(run: RunAccess) -> Explanation:
         return Explanation([clean(line, 600) for line in lines], None, "", [])
     answer = run.ask(ControlRequest("explain"), _WAIT_S)
     try:
-        return msgspec.convert(answer, Explanation)
+        return convert(answer, Explanation)
     except msgspec.ValidationError as error:
         why = answer.get("error") if isinstance(answer, dict) else error
         raise GpuboardError(f"run {view.id}: {why}") from error

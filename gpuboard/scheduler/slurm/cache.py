@@ -17,6 +17,7 @@ import msgspec
 
 from gpuboard import files
 from gpuboard.agent.proc import boot_id
+from gpuboard.model.decoding import from_msgpack
 from gpuboard.model.schedule import Schedule
 from gpuboard.paths import cache_dir, make_private
 
@@ -67,7 +68,7 @@ class Cache:
                 mark = (status.st_ino, status.st_mtime_ns, status.st_size)
                 if self._read is not None and self._read[0] == mark:
                     return self._read[1]
-                record = msgspec.msgpack.decode(file.read(_BYTES_MAX), type=CachedAnswer)
+                record = from_msgpack(file.read(_BYTES_MAX), CachedAnswer)
         except (OSError, ValueError, msgspec.MsgspecError):
             return None
         if not self.boot or record.boot != self.boot or max(record.asked, record.answered) > now():
