@@ -139,7 +139,7 @@ def test_runs_and_jobs_of_other_nodes_are_seen_whatever_one_node_answers(nodes: 
     assert [verdict["kind"] for run in listed["runs"] for verdict in run["verdicts"]] == ["unreadable"]
     done = gpuboard(nodes, "explain", "--node", f"{LIARS},gpu02", scope=f"{LIARS},gpu02")
     assert done.returncode == 0, done.stderr
-    assert "no distributed job of yours on gpu02" in done.stdout
+    assert "you have no distributed job on gpu02" in done.stdout
     done = gpuboard(nodes, "stop", "last", "--node", "no-value", scope=LIARS)
     assert (done.returncode, "malformed answer to list" in done.stderr) == (6, True)
 

@@ -281,7 +281,7 @@ def test_a_gpu_that_does_not_match_the_lease(changes: dict[str, Any], status: st
     [
         ({"state": "broken", "reason": "GPU lost: fallen off the bus"}, "is broken: GPU lost: fallen off the bus"),
         ({"sick": ["row remap pending; reset the GPU"]}, "is sick: row remap pending; reset the GPU"),
-        ({"uuid": "GPU-x"}, "is lost: the driver no longer lists GPU-c; the node's kernel log may tell why"),
+        ({"uuid": "GPU-x"}, "is lost: the driver no longer lists GPU-c; the node's kernel log may explain it"),
         ({"state": "busy"}, ""),
     ],
 )

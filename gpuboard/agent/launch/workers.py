@@ -137,7 +137,7 @@ class WorkerGroup:
         ]
 
     def write_stdin(self, data: bytes, end: bool, done: "Callable[[bool], None]") -> None:
-        """Write input to the rank that gets it; see Stdin.write. Raises CallRefused if there is none any more."""
+        """Write input to the rank that gets it; see Stdin.write. Raises CallRefused once it is closed."""
         if self._stdin is None or self._stdin.closed:
             raise CallRefused("closed", "no rank of this node reads its standard input")
         self._stdin.write(data, end, done)

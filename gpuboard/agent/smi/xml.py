@@ -192,7 +192,7 @@ def _gpu(gpu: _Element) -> smi.Gpu:
 
 
 def _processes(gpu: _Element) -> "Tuple[Optional[value.Processes], str]":
-    """Return (processes, the text in place of the list where there is none)."""
+    """Return (processes, the text in place of a missing list)."""
     found = [element for element in (gpu.find(tag) for tag in _PROCESSES) if element is not None]
     if len(found) != 1:
         return None, ""

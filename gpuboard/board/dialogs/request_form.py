@@ -89,7 +89,7 @@ def places_words(gpus: Iterable[_Placed]) -> str:
 
 
 def gpus_words(gpus: Iterable[_Placed]) -> str:
-    """Return GPUs in words: ``sim02 GPU 3``, ``gpu01 GPUs 0-3,7 and gpu02 GPU 1``; of many nodes the first ones."""
+    """Return the names of GPUs: ``sim02 GPU 3``, ``gpu01 GPUs 0-3,7 and gpu02 GPU 1``; of many nodes the first ones."""
     parts, count = [], 0
     ordered = sorted(gpus, key=lambda gpu: (gpu.node, gpu.index is None, gpu.index or 0))
     for node, on_node in groupby(ordered, key=lambda gpu: gpu.node):

@@ -39,7 +39,7 @@ class Term(NamedTuple):
 
 
 class Key(Generic[P]):
-    """A key: its values in words, how they are compiled, and the values offered while one is typed."""
+    """A key: a description of its values, how they are compiled, and the values offered while one is typed."""
 
     def __init__(
         self,

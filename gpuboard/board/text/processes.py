@@ -73,7 +73,7 @@ def _known(text: str, style: str = "") -> Cell:
 
 
 def no_processes(place: Place) -> str:
-    """Return the text in place of processes where there are none to show."""
+    """Return the text in place of processes where none can be shown."""
     return "no process" if place.gpu.processes is not None else "? cannot read the processes"
 
 

@@ -225,7 +225,7 @@ def _host(name: str, part: float | None, words: str, glyphs: Glyphs, *, old: boo
 
 
 def no_process(places: Sequence[Place]) -> str:
-    """Return the text in place of processes where there are none to show."""
+    """Return the text in place of processes where none can be shown."""
     if any(place.gpu.processes is None for place in places):
         return "? cannot read the processes"
     return "no process on these GPUs" if places else ""

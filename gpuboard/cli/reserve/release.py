@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("ids", nargs="*", metavar="ID", help="lease id, or its start")
     parser.add_argument("--mine", action="store_true", help="all your leases on the nodes in scope")
-    parser.add_argument("--force", action="store_true", help="also leases that a run of yours uses")
+    parser.add_argument("--force", action="store_true", help="also leases that one of your runs uses")
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1): released, failed, unread")
     parser.epilog = (
         "examples:\n  gpuboard release k3f9\n  gpuboard release --mine\n\n"

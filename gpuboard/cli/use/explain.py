@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pid", type=whole(1, 2**22), metavar="PID",
                         help="a rank of any other job, on this node or the first of --node")  # fmt: skip
     parser.add_argument(
-        "--node", metavar="NODESET", help="with RUN: the node on which it was started; without: every distributed job "
-        "of yours on these nodes, by RANK and WORLD_SIZE in the processes' environment"
+        "--node", metavar="NODESET", help="with RUN: the node on which it was started; without: all your "
+        "distributed jobs on these nodes, by RANK and WORLD_SIZE in the processes' environment"
     )  # fmt: skip
     parser.add_argument("--stacks", action="store_true", help="print the whole stack of every rank")
     parser.add_argument("--json", action="store_true", help="print as JSON, stacks and collectives included")
@@ -100,7 +100,7 @@ def _explain_jobs(args: argparse.Namespace, context: Context) -> int:
         return 0
     if not reports:
         print(
-            f"no distributed job of yours on {folded([node.name for node in nodes if node.name not in found.failed])}"
+            f"you have no distributed job on {folded([node.name for node in nodes if node.name not in found.failed])}"
         )
     for job, report in zip(found.jobs, reports, strict=True):
         _show(job.title(), report.explanation, final=False, stacks=args.stacks)

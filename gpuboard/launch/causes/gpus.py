@@ -26,7 +26,7 @@ def damaged(rank_map: RankMap, snapshot: Snapshot) -> list[str]:
 def _damage(rank: Rank, view: NodeView) -> str:
     gpu = next((g for g in view.gpus if rank.uuid in {g.uuid, *(m.uuid for m in g.mig)}), None)
     if gpu is None:
-        return f"GPU {rank.index} is lost: the driver no longer lists {rank.uuid}; the node's kernel log may tell why"
+        return f"GPU {rank.index} is lost: the driver no longer lists {rank.uuid}; the node's kernel log may explain it"
     if gpu.state == "broken":
         return f"GPU {rank.index} is broken: {gpu.reason}"
     return f"GPU {rank.index} is sick: {'; '.join(gpu.sick)}" if gpu.sick else ""

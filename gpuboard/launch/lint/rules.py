@@ -300,7 +300,7 @@ def _unguarded(tree: ScriptTree) -> Found:
 
 
 def _own_spawning(tree: ScriptTree) -> Found:
-    """An mp.spawn that may be meant for other ways to start the script is none: under an option or another test."""
+    """An mp.spawn under an option or another test, which may be for other ways to start the script, does not count."""
     if any(isinstance(node, ast.Constant) and node.value == "LOCAL_RANK" for node in tree.nodes):
         return  # for launchers too
     for call, name in tree.calls:

@@ -309,7 +309,7 @@ def _mismatch(ones: list[Activity], activities: Mapping[int, Activity]) -> Stall
 
 
 def difference(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> tuple[str, list[int]] | None:
-    """Return the first recent collective that the ranks called differently, in words, and the suspected ranks.
+    """Return the first recent collective that the ranks called differently, as text, and the suspected ranks.
 
     None if the flight recorders of those that can be read show none.
     """

@@ -22,7 +22,7 @@ _DEADLINE_S = 5.0
 
 
 def start(loop: "Loop", look: "Callable[[], Dict[str, Any]]", done: "Callable[[Dict[str, Any]], None]") -> None:
-    """Call ``look`` in a new process; call ``done`` with its result once, without ranks if there is none in time."""
+    """Call ``look`` in a new process; call ``done`` with its result once, without ranks if it takes too long."""
     fd_in, fd_out = os.pipe()
     parent = os.getpid()
     pid = os.fork()
