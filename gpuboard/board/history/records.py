@@ -143,10 +143,13 @@ def is_host(key: str) -> bool:
     return key.startswith(_NODE)
 
 
-def decoded(records: Sequence[HistoryRecord], plane: int, *, host: bool = False) -> tuple[float | None, ...]:
-    """Return the values of a plane in records of one column, of a GPU or a node."""
+def decoded(
+    records: Iterable[HistoryRecord], plane: int, number: int = 0, *, host: bool = False
+) -> tuple[float | None, ...]:
+    """Return the values of a plane in column ``number`` of records, of a GPU or a node."""
     table = (_DECODE_NODE if host else DECODE)[plane]
-    return tuple(table[record.planes[plane][0]] if record.planes[plane] else None for record in records)
+    all_codes = [record.planes[plane] for record in records]
+    return tuple([table[codes[number]] if number < len(codes) else None for codes in all_codes])
 
 
 def merged(records: Sequence[HistoryRecord], at: float) -> HistoryRecord:

@@ -117,24 +117,27 @@ class History:
 
     def of(self, uuid: str, span: Span = FIVE_MINUTES) -> Samples:
         """Return the samples of a GPU over ``span``, the unfinished bucket included; empty when there are none."""
-        found = self._of(uuid, span)
-        return Samples(tuple(record.at for record in found), *(decoded(found, plane) for plane in _SHOWN))
+        times, values = self._of(uuid, span)
+        return Samples(times, *values)
 
     def host(self, name: str, span: Span = FIVE_MINUTES) -> HostSamples:
         """Return the samples of a node itself, as ``of`` those of a GPU."""
-        found = self._of(host_key(name), span)
-        values = (decoded(found, plane, host=True) for plane in _SHOWN)
-        return HostSamples(tuple(record.at for record in found), *values)
+        times, values = self._of(host_key(name), span, host=True)
+        return HostSamples(times, *values)
 
-    def _of(self, key: str, span: Span) -> list[HistoryRecord]:
-        records, columns = self._past
+    def _of(
+        self, key: str, span: Span, *, host: bool = False
+    ) -> tuple[tuple[float, ...], list[tuple[float | None, ...]]]:
+        """Return times and values of a column."""
+        spans, columns = self._past
         number = columns.get(key)
         if number is None:
-            return []
-        found = [column(record, number) for record in records[SPANS.index(span)]]
-        begin = _newest(records, span)
-        newest = _unfinished(records, span, lambda record: column(record, number), lambda parts: merged(parts, begin))
-        return found + ([newest] if newest is not None else [])
+            return (), [() for _ in _SHOWN]
+        records, begin = spans[SPANS.index(span)], _newest(spans, span)
+        newest = _unfinished(spans, span, lambda record: column(record, number), lambda parts: merged(parts, begin))
+        last = [newest] if newest is not None else []
+        times = tuple([record.at for record in [*records, *last]])
+        return times, [decoded(records, plane, number, host=host) + decoded(last, plane, host=host) for plane in _SHOWN]
 
     def utilization(self, uuid: str, count: int) -> tuple[int | None, ...]:
         """Return the newest ``count`` samples of a GPU's utilization, oldest first; None where there is no sample."""

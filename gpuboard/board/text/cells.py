@@ -6,6 +6,7 @@ many combining marks. Such sequences are split into characters that have the sam
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable
 from typing import TypeVar
@@ -17,12 +18,14 @@ S = TypeVar("S")
 _MARKS_KEPT = 2  # combining marks per character; more would overlap neighbouring lines
 _REGIONAL = range(0x1F1E6, 0x1F200)  # letters of flags: a pair is one flag in some terminals, two letters in others
 _SKIN_TONES = range(0x1F3FB, 0x1F400)
+# Texts of characters that are one cell wide everywhere, nearly all that is drawn: ASCII, box drawing, blocks, braille.
+_plain = re.compile(r"[ -~°·…\u2500-\u259f\u2800-\u28ff]*").fullmatch
 _LEFT_TO_RIGHT = "\u200e"  # LEFT-TO-RIGHT MARK: right-to-left text ends before the next column
 
 
 def inert(text: str) -> str:
     """Return ``text`` in characters of the same width in all terminals; printable ASCII is unchanged."""
-    if text.isascii() and text.isprintable():
+    if _plain(text):
         return text
     kept: list[str] = []
     marks = _MARKS_KEPT  # drops marks without a base character
@@ -48,13 +51,12 @@ def inert(text: str) -> str:
 
 def width(text: str) -> int:
     """Return the width of ``inert(text)`` in terminal cells."""
-    text = inert(text)
-    return len(text) if text.isascii() else cell_len(text)
+    return _width(inert(text))
 
 
 def fit(text: str, size: int) -> str:
     """Return ``text`` in exactly ``size`` terminal cells; text that is too long is cut and ends in an ellipsis."""
-    if text.isascii() and text.isprintable() and len(text) <= size:
+    if _plain(text) and len(text) <= size:
         return text.ljust(size)
     return "".join(part for part, _ in fit_runs([(text, None)], size, None))
 
@@ -68,7 +70,7 @@ def fit_runs(
     for text, style in runs:
         # A cell takes at most three characters (two marks): avoids cleaning all of a 10 kB title.
         clean = inert(text[: 4 * left + 8])
-        used = len(clean) if clean.isascii() else cell_len(clean)
+        used = _width(clean)
         if used > left:
             if left <= 0 and fitted:  # full, and there is more text: make space for the ellipsis
                 clean, last = fitted.pop()
@@ -88,6 +90,10 @@ def fit_runs(
     return fitted
 
 
+def _width(clean: str) -> int:
+    return len(clean) if _plain(clean) else cell_len(clean)
+
+
 def _cut(text: str, size: int, ellipsis: str) -> Iterable[str]:
     """Cut ``text`` to ``size`` cells, the ellipsis (one cell, or none) included."""
     if size <= 0:
@@ -104,4 +110,4 @@ def _cut(text: str, size: int, ellipsis: str) -> Iterable[str]:
 
 
 def _reorders(text: str) -> bool:
-    return not text.isascii() and any(unicodedata.bidirectional(char) in {"R", "AL", "AN"} for char in text)
+    return not _plain(text) and any(unicodedata.bidirectional(char) in {"R", "AL", "AN"} for char in text)

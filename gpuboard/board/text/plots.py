@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from statistics import median_low
 
@@ -27,20 +28,29 @@ def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> li
     fewer samples than bins, a value holds until the next sample is due or a sample has no value. A bin without a value
     is None.
     """
-    period_s = median_low([later - time for time, later in pairwise(times)]) if len(times) > 1 else bin_s
-    peaks: dict[int, float] = {}
-    held: dict[int, float] = {}
-    for number, (time, value) in enumerate(zip(times, values, strict=True)):
-        if value is None:
+    peaks: list[float | None] = [None] * count
+    held: list[float | None] = [None] * count
+    for (at, end), value in zip(_places(tuple(times), bin_s, count), values, strict=True):
+        if value is None or end <= 0:
             continue
-        until = times[number + 1] if number + 1 < len(times) else time
-        if until - time > _HELD * period_s:
-            until = time + period_s
+        if at >= 0 and ((peak := peaks[at]) is None or value > peak):
+            peaks[at] = value
+        for empty in range(max(0, at + 1), end):
+            held[empty] = value
+    return [before if peak is None else peak for peak, before in zip(peaks, held, strict=True)]
+
+
+@lru_cache(maxsize=64)  # the same for all GPUs
+def _places(times: tuple[float, ...], bin_s: float, count: int) -> list[tuple[int, int]]:
+    """Return of each sample its bin, and the one before which it ends; negative before the first bin."""
+    period_s = median_low([later - time for time, later in pairwise(times)]) if len(times) > 1 else bin_s
+    first = (int(times[-1] // bin_s) if times else 0) - count + 1
+    found = []
+    for time, later in zip(times, (*times[1:], *times[-1:]), strict=True):
+        until = time + period_s if later - time > _HELD * period_s else later
         at = int(time // bin_s)
-        peaks[at] = max(peaks.get(at, value), value)
-        held |= dict.fromkeys(range(at + 1, -int(-until // bin_s)), value)
-    newest = int(times[-1] // bin_s) if times else 0
-    return [peaks.get(at, held.get(at)) for at in range(newest - count + 1, newest + 1)]
+        found.append((at - first, max(at + 1, -int(-until // bin_s)) - first))
+    return found
 
 
 def spark(values: Values, cells: int, glyphs: Glyphs) -> str:
@@ -86,7 +96,12 @@ def curve(values: Values, height: int, glyphs: Glyphs, low: float, high: float) 
 
     Gaps are blank.
     """
-    if glyphs.ascii:
+    return list(_curve(tuple(values), height, glyphs.ascii, low, high))
+
+
+@lru_cache(maxsize=512)  # on a fixed grid most curves stay as they are for some seconds
+def _curve(values: tuple[float | None, ...], height: int, ascii_only: bool, low: float, high: float) -> list[str]:
+    if ascii_only:
         return _ascii_curve(values, height, low, high)
     top = 4 * height - 1  # rows of dots above the lowest
     levels = [None if value is None else _level(value, low, high, top) for value in values]

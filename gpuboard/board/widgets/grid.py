@@ -129,7 +129,7 @@ class Grid(Dragging, can_focus=True):
         self._sort: tuple[str, bool] | None = None
         self._space = 0  # the width shared by the columns
         self._widths: dict[int, int] = {}  # by index of a column; columns that do not fit are missing
-        self._lines: dict[int, tuple[Line, list[Strip]]] = {}  # by index of a row: as drawn; without strips: not yet
+        self._lines: dict[int, tuple[Line, dict[int, Strip]]] = {}  # by index of a row: its lines as drawn, by number
         self._drawn_with: Look | None = None
 
     # Public interface
@@ -322,8 +322,12 @@ class Grid(Dragging, can_focus=True):
             if drawn is not None and drawn[0] == line:
                 lines[index] = drawn
             else:
-                lines[index] = (line, [])
-                self.refresh(Region(0, index * tall - top + HEADER, width, tall))
+                same = (
+                    () if drawn is None or tall == 1 else [n for n in range(tall) if drawn[0].line(n) == line.line(n)]
+                )
+                lines[index] = (line, {n: drawn[1][n] for n in same if n in drawn[1]} if drawn else {})
+                for number in set(range(tall)).difference(same):
+                    self.refresh(Region(0, index * tall - top + HEADER + number, width, 1))
         if only is not None:
             return
         if len(self._lines) > last - first or not self._rows:  # fewer rows: clear the lines below them
@@ -349,12 +353,11 @@ class Grid(Dragging, can_focus=True):
         index, number = divmod(y - HEADER + self.scroll_offset.y, self._tall)
         if index >= len(self._rows):
             return self._empty_strip(y - HEADER, base, width)
-        line, drawn = self._lines.get(index) or (self._line(index), [])
-        if not drawn:
-            drawn = [
-                self._row_strip(line.line(number), base, width, marked=line.marked) for number in range(self._tall)
-            ]
-            self._lines[index] = (line, drawn)
+        if index not in self._lines:
+            self._lines[index] = (self._line(index), {})
+        line, drawn = self._lines[index]
+        if number not in drawn:
+            drawn[number] = self._row_strip(line.line(number), base, width, marked=line.marked)
         return drawn[number]
 
     def _empty_strip(self, y: int, base: Style, width: int) -> Strip:
