@@ -161,8 +161,12 @@ class History:
         together = numbers == list(range(first, first + size))  # the usual case: the GPUs of one node, or one GPU
         sums, samples = [0] * bins, [0] * bins
         for at, record in zip(self._places(records, bins), records, strict=True):
-            if at >= 0:
-                plane = record.planes[UTILIZATION]
+            plane = record.planes[UTILIZATION]
+            if size == 1 and at >= 0:  # a curve per GPU of a picture: quicker by half
+                if first < len(plane) and (code := plane[first]):
+                    sums[at] += code - 1
+                    samples[at] += 1
+            elif at >= 0:
                 codes = plane[first : first + size] if together else select(record, numbers, len(columns)).planes[0]
                 number = len(codes) - codes.count(0)  # 0: unknown
                 sums[at] += sum(codes) - number
