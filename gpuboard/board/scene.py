@@ -41,6 +41,7 @@ class Scene:
         self.uids = uids
         self.banners = banners
         self._label = label
+        self._found: dict[str, Place | None] = {}  # by ``place``
 
     @cached_property
     def places(self) -> dict[str, Place]:
@@ -51,11 +52,11 @@ class Scene:
         """Return the place of a GPU or None. A linear search costs less than building ``places`` for one GPU."""
         if "places" in self.__dict__:
             return self.places.get(uuid)
-        for node in reversed(self.snapshot.nodes):
-            for gpu in reversed(node.gpus):
-                if gpu.uuid == uuid:
-                    return Place(node, gpu)
-        return None
+        if uuid not in self._found:
+            nodes = self.snapshot.nodes
+            found = ((node, gpu) for node in reversed(nodes) for gpu in reversed(node.gpus) if gpu.uuid == uuid)
+            self._found[uuid] = next((Place(node, gpu) for node, gpu in found), None)
+        return self._found[uuid]
 
     @cached_property
     def devices(self) -> dict[str, Place]:

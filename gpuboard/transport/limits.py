@@ -6,8 +6,6 @@ larger, never more frequent. One line of the largest size a second stays well wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from gpuboard.model.decoding import json_decoder
@@ -85,27 +83,26 @@ def check_message(message: object, size: int) -> None:
     if type(message) is Reading:
         _at_most(GPUS, len(message.gpus), "GPUs")
         _at_most(CLAIMS, len(message.claims), "claims")
-        _devices(len(gpu.mig) for gpu in message.gpus)
-        processes = sum(len(gpu.processes or ()) for gpu in message.gpus)
-        processes += sum(len(part.processes or ()) for gpu in message.gpus for part in gpu.mig)
-        _at_most(PROCESSES, max(processes, sum(len(gpu.loads) for gpu in message.gpus)), "processes")
+        processes = loads = devices = 0
         for gpu in message.gpus:
-            _at_most(ENTRIES, max(len(gpu.throttle), len(gpu.xids or ())), "errors of a GPU")
+            processes += len(gpu.processes or ())
+            loads += len(gpu.loads)
+            if gpu.mig:
+                _at_most(MIG_DEVICES, len(gpu.mig), "MIG devices of a GPU")
+                devices += len(gpu.mig)
+                processes += sum(len(part.processes or ()) for part in gpu.mig)
+            if gpu.throttle or gpu.xids:
+                _at_most(ENTRIES, max(len(gpu.throttle), len(gpu.xids or ())), "errors of a GPU")
+        _at_most(MIG_DEVICES_IN_ALL, devices, "MIG devices")
+        _at_most(PROCESSES, max(processes, loads), "processes")
     elif type(message) is not Reply:
         _at_most(MESSAGE, size, "bytes of facts")
         if type(message) is Static:
             _at_most(GPUS, len(message.gpus), "GPUs")
-            _devices(len(gpu.mig or ()) for gpu in message.gpus)
+            _at_most(MIG_DEVICES, max((len(gpu.mig or ()) for gpu in message.gpus), default=0), "MIG devices of a GPU")
+            _at_most(MIG_DEVICES_IN_ALL, sum(len(gpu.mig or ()) for gpu in message.gpus), "MIG devices")
             for each in message.gpus:
                 _at_most(ENTRIES, max(len(each.links), len(each.pci)), "links of a GPU")
-
-
-def _devices(counts: Iterable[int]) -> None:
-    in_all = 0
-    for count in counts:
-        _at_most(MIG_DEVICES, count, "MIG devices of a GPU")
-        in_all += count
-    _at_most(MIG_DEVICES_IN_ALL, in_all, "MIG devices")
 
 
 def _at_most(limit: int, count: int, what: str) -> None:
