@@ -97,25 +97,25 @@ def _of_node(before: NodeView, node: NodeView, at: str, since: str | None) -> It
 
 def _of_gpus(before: NodeView, node: NodeView, at: str, bad: set[str]) -> Iterator[ClusterEvent]:
     """Yield what happened to the GPUs of a node; those that are broken are kept in ``bad``."""
+    # Identity is enough in the usual case, in which only numbers have changed; there are thousands of GPUs.
+    if len(before.gpus) == len(node.gpus) and all(
+        gpu.uuid is old.uuid
+        and gpu.state is old.state
+        and gpu.error is old.error
+        and gpu.xids is old.xids
+        and gpu.sick is old.sick
+        and "rogue" not in gpu.flags
+        for old, gpu in zip(before.gpus, node.gpus, strict=True)
+    ):
+        return
     for old, gpu in _pairs(before, node):
         if gpu is None:
             if before.source == node.source != "slurm" and old.uuid not in bad:
                 bad.add(old.uuid)
                 yield ClusterEvent(at, "lost", (node.name,), str(old.index), words="the node no longer lists it")
-        elif old is not gpu and not _same(old, gpu):
+        elif old is not gpu:
             for kind, user, words in _of_gpu(old, gpu, bad):
                 yield ClusterEvent(at, kind, (node.name,), str(gpu.index), user, words)
-
-
-def _same(old: GpuView, gpu: GpuView) -> bool:
-    """Return whether two views of a GPU differ in nothing that makes an event: the usual case."""
-    return (
-        gpu.state == old.state
-        and gpu.error == old.error
-        and gpu.xids is old.xids
-        and gpu.sick == old.sick
-        and "rogue" not in gpu.flags
-    )
 
 
 def _of_gpu(old: GpuView, gpu: GpuView, bad: set[str]) -> Iterator[tuple[Kind, str, str]]:
@@ -146,11 +146,6 @@ def _of_gpu(old: GpuView, gpu: GpuView, bad: set[str]) -> Iterator[tuple[Kind, s
 
 def _pairs(before: NodeView, node: NodeView) -> Iterator[tuple[GpuView, GpuView | None]]:
     """Yield each GPU of ``before`` with its newest view; None where the node no longer lists it."""
-    if len(before.gpus) == len(node.gpus) and all(
-        old.uuid == gpu.uuid for old, gpu in zip(before.gpus, node.gpus, strict=True)
-    ):
-        yield from zip(before.gpus, node.gpus, strict=True)
-        return
     found = {gpu.uuid: gpu for gpu in node.gpus}
     yield from ((old, found.get(old.uuid)) for old in before.gpus)
 
