@@ -35,8 +35,9 @@ from gpuboard.cluster.simulated_script import uid
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, View, inert_static, node_claims
 from gpuboard.config import Settings
+from gpuboard.launch.runs.elsewhere import ClusterRunbook
 from gpuboard.launch.runs.folder import HeadProcess, RunView, runs_dir
-from gpuboard.launch.runs.index import Runbook, RunEntry
+from gpuboard.launch.runs.index import RunEntry
 from gpuboard.leases.claims.client import indexes, leases_of
 from gpuboard.model.gpu import GpuStatic
 from gpuboard.model.lease import LeaseList
@@ -100,7 +101,7 @@ class Clock:
         return self.now
 
 
-class Book(Runbook):
+class Book(ClusterRunbook):
     """The runs, in a folder that has a fixed name on the screen."""
 
     def read(self) -> list[RunEntry]:
@@ -117,7 +118,7 @@ class Still(Core):
     def __init__(self, settings: Settings, env: Mapping[str, str], clock: Clock) -> None:
         nodes = living_nodes("/var/tmp", epoch=_EPOCH, cluster="demo")
         super().__init__(nodes, settings, env)
-        self.runbook = Book(env)
+        self.runbook = Book(env, settings, self.nodes, self.fleet.permitted)
         self._clock = clock
         self._probes = {node.name: Simulated(node.simulate or {}, node.name) for node in nodes}
         self._known: dict[str, Static] = {

@@ -16,7 +16,7 @@ from gpuboard.board.overview.log import EventLog
 from gpuboard.board.scene import Scene
 from gpuboard.board.terminal.crash import report
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.launch.runs.index import Runbook
+from gpuboard.launch.runs.elsewhere import ClusterRunbook
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import NodeView, Snapshot, scheduler_words
 from gpuboard.model.text import clean
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _PACE_S = 1.0  # a new scene at least this often: ages on the screen grow
 _REST = 9  # pause after a scene, as a multiple of its CPU time: at most a tenth of a core, however nodes answer
 _REST_MOST_S = 1.0
+_FEW = 8  # nodes: so many are all asked for runs
+_FIND_RUNS_S = 10.0  # between two searches for the nodes that the user uses
 _FIRST_S = 10.0  # after the start, nodes without a connection count as connecting for this long
 
 
@@ -67,7 +69,8 @@ class Core:
         self.events = EventLog(env, self.nodes, kept=not any(node.simulate for node in nodes))
         make = finder(settings, env) if scheduler is not None else None
         self.operations = Operations(nodes, settings, env, self.fleet, make)
-        self.runbook = Runbook(env)
+        self.runbook = ClusterRunbook(env, settings, self.nodes, self.fleet.permitted)
+        self._found_runs = -_FIND_RUNS_S  # monotonic: when own nodes were looked for
         self.starter = Starter(nodes, env)
         self._connected = False
         self._closed = threading.Event()
@@ -97,9 +100,22 @@ class Core:
         lines = banners(snapshot, running_s=time.monotonic() - self._began)
         return Scene(snapshot, self.operations.leases(snapshot), uids=self.fleet.uids(), banners=lines)
 
+    def find_runs(self, scene: Scene | None, *, everywhere: bool = False) -> None:
+        """Ask for the user's runs in the background: on nodes with own leases or processes, or ``everywhere``.
+
+        Of a few nodes, each is asked.
+        """
+        now = time.monotonic()
+        if everywhere or len(self.nodes) <= _FEW:
+            self.runbook.look(self.nodes, now=everywhere)
+        elif scene is not None and now - self._found_runs >= _FIND_RUNS_S:
+            self._found_runs = now
+            self.runbook.look(scene.own_nodes())
+
     def close(self) -> None:
         """End every connection within half a second, hung ones included."""
         self._closed.set()
+        self.runbook.close()
         if self._recorder is not None:
             self._recorder.close()
         self.starter.close()

@@ -106,6 +106,15 @@ class Scene:
             return lease.uid == os.geteuid()
         return self.uids.get(lease.gpus[0].node) == lease.uid
 
+    def own_nodes(self) -> set[str]:
+        """Return the nodes on which the caller has a lease, or a process on a GPU."""
+        found = {gpu.node for lease in self.leases.leases if self.is_mine(lease) for gpu in lease.gpus}
+        for node in self.snapshot.nodes:
+            uid = self.uids.get(node.name)
+            if uid is not None and any(process.uid == uid for gpu in node.gpus for process in gpu.processes or ()):
+                found.add(node.name)
+        return found
+
     def may_end(self, lease: Lease) -> bool:
         """Return whether we may end a lease: one of our own, or any as root."""
         if self.is_mine(lease):

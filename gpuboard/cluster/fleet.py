@@ -21,7 +21,7 @@ from gpuboard.transport.link import Pending
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
-    from gpuboard.cluster.snapshot.scheduler_monitor import RoutesOf, SchedulerMonitor
+    from gpuboard.cluster.snapshot.scheduler_monitor import Permitted, RoutesOf, SchedulerMonitor
     from gpuboard.config import Settings
     from gpuboard.model.reading import Claim
     from gpuboard.model.schedule import Schedule
@@ -61,6 +61,7 @@ class Fleet:
             from gpuboard.cluster.snapshot.scheduler_monitor import SchedulerMonitor  # only where there is one
 
             self._monitor = SchedulerMonitor(scheduler, settings, self._permit)
+        self._permitted: dict[str, Permitted] = {}  # by node, by the scheduler's newest answer
         self._builder = SnapshotBuilder()
         self._condition = threading.Condition()
         self._dirty = False
@@ -96,6 +97,14 @@ class Fleet:
         """Return the scheduler's name for a node in scope; None without a scheduler, or for a node unknown to it."""
         feed = self._feeds.get(name)
         return self._monitor.known_as(feed.facts) if self._monitor is not None and feed is not None else None
+
+    def permitted(self, name: str) -> Permitted | None:
+        """Return the routes by which a node in scope may be reached; None: no scheduler restricts them."""
+        if self._monitor is None:
+            return None
+        from gpuboard.cluster.snapshot.scheduler_monitor import Permitted  # it has been imported with the monitor
+
+        return self._permitted.get(name, Permitted(ssh=False))
 
     @property
     def facts(self) -> list[NodeFacts]:
@@ -305,6 +314,7 @@ class Fleet:
         """Open and close connections as the scheduler's newest answer permits."""
         for feed in self._feeds.values():
             may = routes_of(feed.node, feed.facts)
+            self._permitted[feed.node.name] = may
             ssh = may.ssh or feed.node.host is None
             feed.permit(ssh=ssh, jobs=may.jobs, visits=may.visits, known_as=may.known_as)
         self._feed_changed()

@@ -146,12 +146,16 @@ class RanksStarted(msgspec.Struct, frozen=True):
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """A run in its folder on a node. ``state``: state.json, compressed (zlib). ``alive``: its head, None: not known."""
+    """A run in its folder on a node. ``state``: state.json, compressed (zlib). ``alive``: its head, None: not known.
+
+    ``written``: when that was written, in the node's epoch seconds.
+    """
 
     run: str
     state: bytes | None
     error: str | None = None
     alive: bool | None = None
+    written: float = 0.0
 
 
 class RunStates(msgspec.Struct, frozen=True):

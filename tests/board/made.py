@@ -166,10 +166,14 @@ class _Still(Core):
 
 @asynccontextmanager
 async def still(
-    folder: Path, first: Scene, size: tuple[int, int] = (120, 40), nodes: Sequence[Node] = ()
+    folder: Path,
+    first: Scene,
+    size: tuple[int, int] = (120, 40),
+    nodes: Sequence[Node] = (),
+    settings: Settings | None = None,
 ) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
     """Run the app on scenes that the test makes; it begins with ``first``."""
-    core = _Still(nodes, Settings(), environment(folder))
+    core = _Still(nodes, settings or Settings(), environment(folder))
     app = BoardApp(core)
     try:
         async with app.run_test(size=size) as pilot:

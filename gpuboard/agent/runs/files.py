@@ -79,11 +79,12 @@ def state(run: str) -> "Optional[Dict[str, Any]]":
         alive = head_alive(data)
         if alive is False:
             data = _whole(path)  # what the head wrote before its end
+        written = os.stat(path).st_mtime
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         return {"run": run, "state": None, "error": "cannot read %s: %s" % (path, error.strerror), "alive": None}
-    return {"run": run, "state": pack(data), "error": None, "alive": alive}
+    return {"run": run, "state": pack(data), "error": None, "alive": alive, "written": written}
 
 
 def head_alive(data: bytes) -> "Optional[bool]":

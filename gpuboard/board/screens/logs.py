@@ -19,6 +19,7 @@ from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
     from gpuboard.board.scene import Scene
+    from gpuboard.launch.runs.remote import RemoteRun
 
 _POLL_S = 0.25
 _STATE_S = 1.0
@@ -63,6 +64,7 @@ class LogScreen(BoardScreen):
         self._entry = entry
         self._rank = rank
         self._streams = _STREAMS[0]
+        self._far: RemoteRun | None = None  # where the logs are on a node
         self._background: Background[tuple[RunEntry | None, str]] = Background(self)
 
     def compose(self) -> ComposeResult:
@@ -77,8 +79,9 @@ class LogScreen(BoardScreen):
 
     def on_mount(self) -> None:
         """Show the end of both streams and follow them."""
+        self._far = self.board.core.runbook.far(self._entry.view.id)
         self._open()
-        self.set_interval(_POLL_S, self._poll)
+        self.set_interval(_POLL_S if self._far is None else self._far.poll_s, self._poll)
         self.set_interval(_STATE_S, self._look)
 
     @property
@@ -101,7 +104,8 @@ class LogScreen(BoardScreen):
     def _open(self) -> None:
         self._pick(self.active)
         for stream in ("out", "err"):
-            self.query_one(f"#{stream}", LogView).open(Path(self._entry.view.folder) / f"rank-{self._rank}.{stream}")
+            path = Path(self._entry.view.folder) / f"rank-{self._rank}.{stream}"
+            self.query_one(f"#{stream}", LogView).open(path, self._far)
         self._show_message("")
         self._head()
         self._look()
@@ -142,7 +146,15 @@ class LogScreen(BoardScreen):
             bar.set_class(bool(trouble), "-shown")
             bar.update(Text(trouble, self.board.look.style("warn"), no_wrap=True, overflow="ellipsis"))
 
-        self._background.ask(lambda: (book.one(run), log_trouble(folder)), then)
+        far = self._far is not None
+
+        def work() -> tuple[RunEntry | None, str]:
+            entry = book.one(run)
+            if far:
+                return entry, f"{clean(entry.view.node or '')}: {entry.unread}" if entry and entry.unread else ""
+            return entry, log_trouble(folder)
+
+        self._background.ask(work, then)
 
     def _show_message(self, words: str) -> None:
         message = self.query_one("#message", Static)

@@ -19,14 +19,14 @@ from gpuboard.board.filter.runs import RUNS
 from gpuboard.board.screens.base import FilteredScreen, Notice
 from gpuboard.board.screens.logs import LogScreen
 from gpuboard.board.text.detail import ranks as ranks_text
-from gpuboard.board.text.detail.run import RUN_STYLES, Stop, about, countdown, explained, first_rank, state_of
+from gpuboard.board.text.detail.run import Stop, about, countdown, explained, first_rank, state_of, style_of
 from gpuboard.board.text.lines import named
 from gpuboard.board.text.rows import Cell, Column, Row
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Lines
 from gpuboard.errors import GpuboardError
-from gpuboard.launch.runs.access import LocalRun, ask_to_stop
+from gpuboard.launch.runs.access import ask_to_stop
 from gpuboard.launch.runs.folder import FINAL, RankView, lived_s, places
 from gpuboard.launch.runs.index import RunDetail, RunEntry
 from gpuboard.launch.stalls.request import explain_run
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpuboard.board.scene import Scene
+    from gpuboard.launch.runs.access import RunAccess
     from gpuboard.launch.stalls.waits import RankGroup
 
 _POLL_S = 1.0
@@ -51,7 +52,7 @@ In a shell: `gpuboard launch --n 2 train.py`."""
 _NO_MATCH = "No run matches the filter.\nEscape clears it."
 _LIST = (
     Column("run", "Run", 8),
-    Column("state", "State", 9),
+    Column("state", "State", 10),
     Column("age", "Ago", 7, right=True),
     Column("ran", "Ran", 7, right=True),
     Column("code", "Exit", 4, right=True),
@@ -132,6 +133,7 @@ class RunsScreen(FilteredScreen):
         Binding("s", "stop", "Stop", id="runs.stop"),
         Binding("e", "explain", "Explain", id="runs.explain"),
         Binding("x", "launch", "Launch", id="runs.launch"),
+        Binding("a", "all_nodes", "Ask all nodes", id="runs.all-nodes", show=False),
         Binding("tab", "app.focus_next", "List or ranks", id="runs.other", show=False),
     ]
 
@@ -200,9 +202,11 @@ class RunsScreen(FilteredScreen):
         """Read the runs in the background."""
         if not self.is_current:
             return
-        book, run = self.board.core.runbook, self._wanted or self.query_one("#list", Grid).cursor
+        core, run = self.board.core, self._wanted or self.query_one("#list", Grid).cursor
+        book, scene = core.runbook, self.board.scene
 
         def work() -> tuple[list[RunEntry], tuple[str, RunDetail] | None]:
+            core.find_runs(scene)
             entries = book.read()
             known = [entry.view.id for entry in entries]
             chosen = run if run in known else known[0] if known else None
@@ -242,7 +246,7 @@ class RunsScreen(FilteredScreen):
         state = state_of(entry, self._stopping.get(view.id))
         return [
             Cell(clean(view.id)),
-            Cell(state, RUN_STYLES.get(state, "")),
+            Cell(state, style_of(state)),
             Cell("?" if ago is None else format_duration(ago)),
             Cell("?" if ran is None else format_duration(ran)),
             Cell("" if view.exit_code is None else str(view.exit_code)),
@@ -324,29 +328,37 @@ class RunsScreen(FilteredScreen):
         if view.state in FINAL:
             self.notify(f"run {view.id} has ended already: {view.state}", markup=False)
             return
-        if entry.elsewhere:
-            words = f"run {view.id} was launched on {clean(view.head.host)}; use `gpuboard stop {view.id}` there"
-            self.notify(words, severity="warning", timeout=12, markup=False)
+        if (run := self._reached(entry, "stop")) is None:
             return
         grace_s = self._detail[1].grace_s if self._detail and self._detail[0] == view.id else None
         dialog = StopConfirm(entry, grace_s)
 
         def answered(yes: bool | None) -> None:
             if yes:
-                self._stop(entry, 0.0 if dialog.now else None)
+                self._stop(view.id, run, 0.0 if dialog.now else None)
 
         self.app.push_screen(dialog, answered)
 
-    def _stop(self, entry: RunEntry, grace_s: float | None) -> None:
-        run, board = entry.view.id, self.board
-        env = board.core.env
+    def _stop(self, run: str, access: RunAccess, grace_s: float | None) -> None:
+        board = self.board
 
         def asked(_: object) -> None:
             self._stopping[run] = Stop(time.monotonic(), grace_s)
             board.follower.follow(run)
             self._look()
 
-        board.ask(lambda: ask_to_stop(LocalRun(env, entry.view), grace_s, _REASON), asked)
+        board.ask(lambda: ask_to_stop(access, grace_s, _REASON), asked)
+
+    def _reached(self, entry: RunEntry, command: str) -> RunAccess | None:
+        """Return a run for a request; None, with a notification, where none of the board's nodes is its head's host."""
+        access = self.board.core.runbook.access(entry.view.id)
+        if access is None:
+            host, run = clean(entry.view.head.host), entry.view.id
+            words = (
+                f"run {run} was launched on {host}, which is not one of the nodes; use `gpuboard {command} {run}` there"
+            )
+            self.notify(words, severity="warning", timeout=12, markup=False)
+        return access
 
     def action_explain(self) -> None:
         """Inspect the ranks of the run under the cursor, as `gpuboard explain` does."""
@@ -359,6 +371,8 @@ class RunsScreen(FilteredScreen):
             return
         if (asked := self._explained.get(view.id)) is not None and asked.found is None:
             return  # in progress
+        if (run := self._reached(entry, "explain")) is None:
+            return
 
         def answered(found: Explanation | None) -> None:
             self._explained.pop(view.id, None)
@@ -373,10 +387,15 @@ class RunsScreen(FilteredScreen):
 
         self._explained[view.id] = Explained(state, time.monotonic(), None)
         self._draw_detail()
-        self.board.ask(lambda: explain_run(LocalRun(self.board.core.env, view)), answered, failed)
+        self.board.ask(lambda: explain_run(run), answered, failed)
 
     def action_launch(self) -> None:
         open_launch(self.board)
+
+    def action_all_nodes(self) -> None:
+        """Ask every node for runs now, as `gpuboard runs --all-nodes` does."""
+        self.board.core.find_runs(self.board.scene, everywhere=True)
+        self._look()
 
 
 def _state(entry: RunEntry) -> object:

@@ -11,12 +11,16 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from rich.text import Text
 
 from gpuboard.board.text.detail.log_line import drawn, matches, visible
+from gpuboard.errors import GpuboardError
+
+if TYPE_CHECKING:
+    from gpuboard.launch.runs.access import RunAccess
 
 BLOCK = 64 * 1024  # bytes
 _STEP = 4 * BLOCK  # read at a time when looking for lines
@@ -56,23 +60,28 @@ class Page(msgspec.Struct, frozen=True):
 class LogFile:
     """One log. Every call opens the file again: it can be replaced, truncated or removed meanwhile."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, far: RunAccess | None = None) -> None:
+        """``far``: the run on another host in whose folder it is."""
         self.path = path
+        self._far = far
         self._size = 0
+
+    def _open(self) -> _Reader:
+        return _Reader(self.path) if self._far is None else _FarReader(self._far, self.path.name)
 
     def stamp(self) -> tuple[int, int, int]:
         """Return a value that differs when the file has changed. Raises LogGone."""
-        with _Reader(self.path) as file:
+        with self._open() as file:
             return file.stamp
 
     def end(self, window: Window) -> Page:
         """Return the last page. Raises LogGone."""
-        with _Reader(self.path) as file:
+        with self._open() as file:
             return self._page(file, file.back(LogPosition(file.size), window.height, window), window)
 
     def page(self, place: LogPosition, window: Window, rows: int = 0) -> Page:
         """Return the page ``rows`` below (above, if negative) ``place``; never beyond the last one. Raises LogGone."""
-        with _Reader(self.path) as file:
+        with self._open() as file:
             last = file.back(LogPosition(file.size), window.height, window)
             if place.start > file.size or file.size < self._size:
                 place = last
@@ -86,7 +95,7 @@ class LogFile:
 
     def at(self, offset: int, window: Window, above: int = 0) -> Page:
         """Return the page with the line that byte ``offset`` is in, ``above`` rows below its top. Raises LogGone."""
-        with _Reader(self.path) as file:
+        with self._open() as file:
             start = file.start_of(min(max(0, offset), file.size) + 1)
         return self.page(LogPosition(start), window, -above)
 
@@ -99,7 +108,7 @@ class LogFile:
         ``start`` None: search everything. Case matters only if ``words`` has capitals; words that change colour inside
         are not found. ``go_on`` gets the byte reached and returns whether to continue. Raises LogGone.
         """
-        with _Reader(self.path) as file:
+        with self._open() as file:
             if start is None:
                 middle = file.size if backwards else 0
             else:
@@ -243,3 +252,31 @@ class _Reader:
                     return start
                 hit = data.rfind(wanted, 0, max(0, start - at)) if backwards else data.find(wanted, end - at)
         return None
+
+
+class _FarReader(_Reader):
+    """A log in the folder of a run on another host; such a log only grows."""
+
+    def __init__(self, run: RunAccess, name: str) -> None:
+        self._run, self._name = run, name
+        try:
+            size = run.sizes([name]).get(name)
+        except GpuboardError as error:
+            raise LogGone(str(error)) from error
+        if size is None:
+            raise LogGone("empty")
+        self.size = size
+        self.stamp = (0, size, 0)
+        self._at, self._data = 0, b""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    def _pread(self, count: int, at: int) -> bytes:
+        data = b""
+        try:
+            while len(data) < count and (piece := self._run.read({self._name: at + len(data)}).get(self._name)):
+                data += piece
+        except GpuboardError as error:
+            raise LogGone(str(error)) from error
+        return data[:count]

@@ -22,6 +22,7 @@ from gpuboard.errors import GpuboardError
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
+    from gpuboard.launch.runs.access import RunAccess
 
 Read = Callable[[LogFile, LogPosition, Window], Page]
 Shown = tuple[Window, tuple[int, int, int]]  # the window, and the file's stamp when it was read
@@ -79,10 +80,10 @@ class LogView(Widget):
         width, height = max(1, self.size.width - 1), max(1, self.size.height - 1)
         return Window(width, height, self.wrap, 0 if self.wrap else self.left)
 
-    def open(self, path: Path) -> None:
-        """Show the end of the log at ``path``."""
+    def open(self, path: Path, far: RunAccess | None = None) -> None:
+        """Show the end of the log at ``path``; ``far``: it is in the folder of this run, on another host."""
         self.stop_search()
-        self._file = LogFile(path)
+        self._file = LogFile(path, far)
         self.page, self.gone, self.follow, self.left, self.hit = None, "", True, 0, None
         self._shown = None
         self._pending.clear()

@@ -18,7 +18,8 @@ from gpuboard.model.decoding import from_json
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.text import clean
 
-_TAIL = 64 * 1024  # bytes read from the end of head.log
+TAIL = 64 * 1024  # bytes read from the end of head.log
+DETAIL_FILES = ("preflight.json", "rank_map.json", "plan.json", "head.log")
 _T = TypeVar("_T")
 _Stamp = tuple[int, int, int]  # mtime in ns, inode, size: each write replaces the file
 
@@ -28,7 +29,9 @@ class RunEntry(msgspec.Struct, frozen=True):
 
     view: RunView
     written: float  # epoch seconds of the last write: for a finished run, its end
-    elsewhere: bool  # its head is on another host, where it cannot be checked
+    elsewhere: bool  # its head is on another host, where it cannot be checked now
+    read_s: float | None = None  # seconds since its node gave this state; None: this host gives it
+    unread: str = ""  # why its node gives no newer one
 
     @property
     def live(self) -> bool:
@@ -86,7 +89,7 @@ class Runbook:
         """Return the details of a run; those of an ended run are read once."""
         if self._detail is not None and self._detail[0] == run:
             return self._detail[1]
-        detail = read_detail(self.folder / run)
+        detail = read_detail(_files(self.folder / run))
         with self._lock:
             self._detail = (run, detail) if run in self._ended else None
         return detail
@@ -129,28 +132,39 @@ class _Checks(msgspec.Struct, frozen=True):
     checks: list[Check]
 
 
-def read_detail(folder: Path) -> RunDetail:
-    """Return the details in a run's folder; unreadable files are left out."""
-    preflight = _decoded(folder / "preflight.json", _Checks)
-    rank_map = _decoded(folder / "rank_map.json", RankMap)
-    plan = _decoded(folder / "plan.json", _Plan)
+def _files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a run's folder that its details are in; unreadable ones are left out."""
+    found = {}
+    for name in DETAIL_FILES:
+        with contextlib.suppress(OSError):
+            found[name] = _end(folder / name) if name == "head.log" else (folder / name).read_bytes()
+    return found
+
+
+def read_detail(files: Mapping[str, bytes]) -> RunDetail:
+    """Return the details that ``files`` contain (of DETAIL_FILES; of head.log its last whole lines)."""
+    preflight = _decoded(files, "preflight.json", _Checks)
+    rank_map = _decoded(files, "rank_map.json", RankMap)
+    plan = _decoded(files, "plan.json", _Plan)
     wrong = [check for check in preflight.checks if check.status in {"fail", "warn"}] if preflight else []
     uuids = {rank.rank: rank.uuid for rank in rank_map.ranks} if rank_map else {}
-    return RunDetail(grouped(wrong), _messages(folder)[-20:], plan.options.grace_s if plan else None, uuids)
+    words = _messages(files.get("head.log", b""))
+    return RunDetail(grouped(wrong), words[-20:], plan.options.grace_s if plan else None, uuids)
 
 
-def _decoded(path: Path, kind: type[_T]) -> _T | None:
+def _decoded(files: Mapping[str, bytes], name: str, kind: type[_T]) -> _T | None:
     try:
-        return from_json(path.read_bytes(), kind)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return from_json(files[name], kind)
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
 def log_trouble(folder: Path) -> str:
     """Return why the logs in a run's folder may lack output of the ranks; "" if there is no sign of that."""
-    for message in _messages(folder):
-        if message.startswith("logs are incomplete"):
-            return message
+    with contextlib.suppress(OSError):
+        for message in _messages(_end(folder / "head.log")):
+            if message.startswith("logs are incomplete"):
+                return message
     try:
         free = os.statvfs(folder).f_bavail
     except OSError:
@@ -158,14 +172,16 @@ def log_trouble(folder: Path) -> str:
     return "" if free else f"the disk of {folder} is full: output of the ranks is lost; free some space"
 
 
-def _messages(folder: Path) -> list[str]:
-    """Return the head's newest messages, without time and prefix."""
-    try:
-        with (folder / "head.log").open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL))
-            lines = file.read(_TAIL).decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-    whole = lines[1:] if size > _TAIL else lines
-    return [clean(line.partition(" ")[2].removeprefix("gpuboard: ")) for line in whole]
+def _end(path: Path) -> bytes:
+    """Return the last whole lines of a file. Raises OSError."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL))
+        data = file.read(TAIL)
+    return data.partition(b"\n")[2] if size > TAIL else data
+
+
+def _messages(log: bytes) -> list[str]:
+    """Return the head's messages in a part of head.log, without time and prefix."""
+    lines = log.decode("utf-8", "replace").splitlines()
+    return [clean(line.partition(" ")[2].removeprefix("gpuboard: ")) for line in lines]

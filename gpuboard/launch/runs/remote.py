@@ -23,6 +23,7 @@ from gpuboard.launch.runs import folder as run_folder
 from gpuboard.launch.runs.access import LocalRun, NodeLost
 from gpuboard.launch.runs.control import ControlRequest
 from gpuboard.launch.runs.folder import FINAL, RunView
+from gpuboard.launch.runs.index import RunEntry
 from gpuboard.model import replies
 from gpuboard.model.text import lines
 from gpuboard.model.units import parse_duration
@@ -53,9 +54,11 @@ class NodeRuns:
     for the timeouts of connecting and 10 s at most. They may be made from several threads.
     """
 
-    def __init__(self, node: Node, connector: Connector, settings: Settings) -> None:
+    def __init__(self, node: Node, connector: Connector, settings: Settings, *, silence_s: float | None = None) -> None:
+        """``silence_s``: the agent there ends after this time without a call."""
         self.node = node
         self._connector = connector
+        self._config = {"node": node.name, **({} if silence_s is None else {"silence_s": silence_s})}
         self._first_s = max(_CALL_S, parse_duration(settings.connect_timeout))
         self._lock = threading.Lock()
         self._link: AgentLink | None = None
@@ -75,31 +78,40 @@ class NodeRuns:
         """End the connection; calls in progress fail at once."""
         with self._lock:
             self._closed = True
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """End the connection until the next call."""
+        with self._lock:
             if self._link is not None:
                 self._link.close()
 
     def runs(self) -> list[RunView]:
         """Return all runs, the oldest first. Raises NodeLost and GpuboardError."""
-        found: dict[str, RunView] = {}
+        return sorted((entry.view for entry in self.entries()), key=lambda view: (view.started, view.id))
+
+    def entries(self) -> list[RunEntry]:
+        """Return all runs as the node can check them. Raises as :meth:`runs`."""
+        found: dict[str, RunEntry] = {}
         after, more = "", True
         while more and len(found) < _RUNS_MOST:
             page = self.call("list", {"after": after}, replies.RunStates)
-            found |= {entry.run: self._view(page.folder, entry) for entry in page.runs}
+            found |= {entry.run: self._entry(page.folder, entry) for entry in page.runs}
             more = page.more and bool(page.runs) and page.runs[-1].run > after
             after = page.runs[-1].run if page.runs else after
-        return sorted(found.values(), key=lambda view: (view.started, view.id))
+        return list(found.values())
 
     def find(self, name: str) -> RemoteRun:
         """Return the run of ``name``: an id, the start of one, or ``last``. Raises UsageError and as :meth:`runs`."""
         view = run_folder.matching_run(self.runs(), name, f"the state folder on {self.node.name}")
         return RemoteRun(self, view.id)
 
-    def one(self, run: str) -> RunView:
+    def one(self, run: str) -> RunEntry:
         """Return the run with this id. Raises UsageError where there is none, and as :meth:`runs`."""
         answer = self.call("state", {"run": run}, replies.OneRun)
         if answer.run is None:
             raise UsageError(f"no run {run!r} on {self.node.name}")
-        return self._view(answer.folder, answer.run)
+        return self._entry(answer.folder, answer.run)
 
     def call(self, op: str, args: Mapping[str, Any], kind: type[T], reply_s: float = _CALL_S) -> T:
         """Call the node's agent; return its answer. ``reply_s``: the longest time without any message from the node.
@@ -141,7 +153,7 @@ class NodeRuns:
                     self.node.name,
                     host,
                     role="runs",
-                    config={"node": self.node.name},
+                    config=self._config,
                     listener=_ignore,
                     ended=_ignore,
                     job=route.job,
@@ -157,7 +169,7 @@ class NodeRuns:
             if link.hello is None and link.connected_at is not None and now - link.connected_at > self._first_s:
                 raise LinkLost(self.node.name, str(link.late(self._first_s)))
 
-    def _view(self, folder: str, entry: replies.RunState) -> RunView:
+    def _entry(self, folder: str, entry: replies.RunState) -> RunEntry:
         path = Path(folder) / entry.run
         try:
             if entry.state is None:
@@ -167,7 +179,8 @@ class NodeRuns:
             view = run_folder.unreadable(path, f"cannot read its state on {self.node.name}: {error}")
         if view.state not in FINAL and entry.alive is False:
             view = run_folder.without_head(view)
-        return msgspec.structs.replace(view, id=entry.run, folder=str(path), node=self.node.name)
+        view = msgspec.structs.replace(view, id=entry.run, folder=str(path), node=self.node.name)
+        return RunEntry(view, entry.written, view.state not in FINAL and entry.alive is None)
 
 
 class RemoteRun:
@@ -181,7 +194,7 @@ class RemoteRun:
 
     def view(self) -> RunView:
         """Return its current state."""
-        return self.node.one(self.id)
+        return self.node.one(self.id).view
 
     def sizes(self, names: Collection[str]) -> dict[str, int]:
         """See :meth:`RunAccess.sizes`."""

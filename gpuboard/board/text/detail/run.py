@@ -27,6 +27,7 @@ RUN_STYLES = {
     "stalled": "bad",
     "stopping": "warn",
 }
+_DOUBT = "?"  # after the last known state of a run whose node gives no newer one
 _ENDED = frozenset({"failed", "done", "killed", "lost"})
 _LINES = 12  # of a verdict's evidence
 
@@ -45,10 +46,17 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
     view = entry.view
     lines = [_headline(entry, stop, now)]
     stalled = entry.live and any(verdict.groups for verdict in view.verdicts)
-    if entry.elsewhere:
+    if entry.read_s is not None:
+        node, age = clean(view.node or ""), format_duration(entry.read_s)
+        words = (
+            f"no answer from {node}: {entry.unread}; last read {age} ago" if entry.unread else f"{node}, read {age} ago"
+        )
+        lines.append(("Node", words, "warn" if entry.unread else "dim"))
+    elif entry.elsewhere:
         age = format_duration(max(0.0, now - entry.written))
-        words = f"launched on {clean(view.head.host)}; only there can gpuboard check that it runs; written {age} ago"
-        lines.append(("Elsewhere", words, "warn"))
+        why = f"{clean(view.node or view.head.host)}: {entry.unread}" if entry.unread else ""
+        words = why or f"launched on {clean(view.head.host)}; only there can gpuboard check that it runs"
+        lines.append(("Elsewhere", f"{words}; written {age} ago", "warn"))
     for verdict in view.verdicts:
         name = "Why" if verdict.attempt == view.attempt else f"Attempt {verdict.attempt}"
         mild = view.state == "stopped" or verdict.kind == "slow"
@@ -74,7 +82,8 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
     if last and stop is None and not stalled and (entry.live or not shown) and last not in shown:
         lines.append(("Head", last, "dim"))
     lines.append(("Lease", _lease(view.lease, scene, live=entry.live), ""))
-    lines.append(("Folder", clean(view.folder), ""))
+    where = f"{clean(view.node)}:" if view.node is not None else ""
+    lines.append(("Folder", where + clean(view.folder), ""))
     return lines
 
 
@@ -112,10 +121,20 @@ def countdown(entry: RunEntry, detail: RunDetail | None, stop: Stop, monotonic: 
 
 
 def state_of(entry: RunEntry, stop: Stop | None) -> str:
-    """Return a run's state; ``stopping`` after a stop in this board, ``?`` when it cannot be read."""
+    """Return a run's state; ``stopping`` after a stop in this board, ``?`` when it cannot be read.
+
+    The last known state of one whose head cannot be checked now is followed by ``?``.
+    """
     if entry.unreadable:
         return UNKNOWN
-    return "stopping" if stop is not None and entry.live else clean(entry.view.state)
+    if stop is not None and entry.live:
+        return "stopping"
+    return clean(entry.view.state) + (_DOUBT if entry.elsewhere else "")
+
+
+def style_of(state: str) -> str:
+    """Return the role of Look for what :func:`state_of` returns."""
+    return RUN_STYLES.get(state, "unknown" if state.endswith(_DOUBT) else "")
 
 
 def first_rank(entry: RunEntry) -> int | None:
@@ -150,7 +169,7 @@ def _headline(entry: RunEntry, stop: Stop | None, now: float) -> Entry:
     return (
         f"Run {clean(view.id, 12)}"[:12],
         f"{state}{lasted}{code}; ranks: {ranks or 'none'}",
-        RUN_STYLES.get(state, "title"),
+        style_of(state) or "title",
     )
 
 
