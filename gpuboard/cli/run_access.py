@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from gpuboard.cli.context import Context
 from gpuboard.errors import UsageError
 from gpuboard.launch.runs.access import LocalRun, RunAccess
 from gpuboard.launch.runs.folder import FINAL, RunView, alive, find_run, note, read_runs
+from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
+    from gpuboard.launch.runs.index import RunEntry
     from gpuboard.launch.runs.remote import NodeRuns
 
 
@@ -72,6 +74,47 @@ def listed_runs(context: Context) -> tuple[list[RunView], dict[str, str]]:
     for view in present.values():
         note(context.env, view)
     return [present.get(view.id, view) for view in found], failed
+
+
+def doubts(context: Context, views: Collection[RunView], limit_s: float) -> dict[str, str]:
+    """Return which of ``views``, runs in progress by their files here, have not ended: by id, why that is uncertain.
+
+    "" if it is certain. The nodes of heads that cannot be checked here are asked, all at once, for ``limit_s`` at most.
+    """
+    found = {view.id: "" for view in views}
+    elsewhere = {view.id: view for view in views if view.node is not None or alive(view.head) is None}
+    if not elsewhere:
+        return found
+    from gpuboard.cluster.inventory.nodes import named
+    from gpuboard.launch.runs.remote import ask_all, node_of  # late: most runs are this host's
+
+    known = context.known()
+    runs: dict[Node, list[str]] = {}
+    for view in elsewhere.values():
+        node = named(view.node, known)[0] if view.node is not None else node_of(known, view.head.host)
+        if node is None:
+            found[view.id] = f"its head is on {clean(view.head.host)}, which is not one of the nodes"
+        else:
+            runs.setdefault(node, []).append(view.id)
+
+    def states(place: NodeRuns) -> dict[str, RunEntry]:
+        there = {}
+        for run in runs[place.node]:
+            with contextlib.suppress(UsageError):  # its folder was removed: only those of ended runs are
+                there[run] = place.one(run)
+        return there
+
+    done, failed = ask_all(list(runs), context.settings, context.new_scheduler(), states, limit_s)
+    for node, ids in runs.items():
+        for run in ids:
+            if node.name in failed:
+                why = clean(str(failed[node.name]).removeprefix(f"{node.name}: "), 200)
+                found[run] = f"{node.name} was asked and gave no answer: {why}"
+            elif (entry := done[node.name].get(run)) is None or not entry.live:
+                del found[run]
+                if entry is not None and elsewhere[run].node is not None:
+                    note(context.env, entry.view)
+    return found
 
 
 @contextlib.contextmanager

@@ -14,12 +14,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gpuboard.launch.runs import folder as run_folder
+from gpuboard.launch.runs.folder import RunFolder
 from gpuboard.leases.rank_map import rank_map as rank_map_of
 from gpuboard.model.request import ChosenGpu
 from tests.integration.here import Here, here
 from tests.integration.launch_lab import SLEEP, STUBBORN, Launch, parent, write_torch
 from tests.integration.ranks_driver import wait_gone
 from tests.nvml import Gpu, write_script
+from tests.sshd import SSHD, Sshd
+from tests.unit.test_runs import view
 from tests.waiting import until
 
 __all__ = ["here"]
@@ -297,6 +301,37 @@ def test_a_lease_that_a_run_uses_is_released_with_force_only(here: Here) -> None
         finally:
             run.terminate()
         assert run.wait(60) == 143
+
+
+@pytest.mark.skipif(not SSHD, reason="needs sshd (openssh-server)")
+def test_before_a_release_the_node_of_a_noted_run_is_asked_for_its_end(here: Here, tmp_path: Path) -> None:
+    here.needs_claims()
+    sshd = Sshd(tmp_path / "sshd", extra=f"SetEnv XDG_STATE_HOME={tmp_path}/far\n")
+    try:
+        sshd.host("far01")
+        here.config(f'ssh_config = "{sshd.ssh_config}"\n')
+        allocate = ["allocate", "--n", "1", "--detach", "--for", "10m", "--format", "json"]
+        ended, gone = (here.json(*allocate)["lease"]["id"] for _ in range(2))
+        far = {**here.env, "XDG_STATE_HOME": f"{tmp_path}/far"}
+        head = msgspec.structs.replace(run_folder.this_head(), host="far01", boot_id="another")
+        for run, lease in (("rended", ended), ("rgone", gone)):
+            run_folder.note(here.env, msgspec.structs.replace(view(run, head), lease=lease, node="far01"))
+        RunFolder(far, "rended").keep("state.json", view("rended", head, "done"))
+
+        sshd.stop()
+        done = here.run("release", ended)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert re.search(
+            rf"lease {ended}: not released: run rended \(.*\) may still use it \(far01 was asked and gave no answer: "
+            r".*refused.*\); `gpuboard stop rended` ends the run, --force",
+            done.stderr,
+        )
+        sshd.start()
+        done = here.run("release", ended, gone)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert not here.json("leases", "--json")["leases"]
+    finally:
+        sshd.stop()
 
 
 def test_a_head_that_is_suspended_while_its_run_ends_gets_all_output(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ In a shell: `gpuboard launch --n 2 train.py`."""
 _NO_MATCH = "No run matches the filter.\nEscape clears it."
 _LIST = (
     Column("run", "Run", 8),
-    Column("state", "State", 10),
+    Column("state", "State", 9),
     Column("age", "Ago", 7, right=True),
     Column("ran", "Ran", 7, right=True),
     Column("code", "Exit", 4, right=True),

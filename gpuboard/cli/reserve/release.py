@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Collection
 from functools import partial
 
 import msgspec
@@ -15,6 +16,8 @@ from gpuboard.errors import UsageError
 from gpuboard.model.lease import gpus_text
 from gpuboard.model.text import clean
 
+_ASK_S = 5.0  # for the nodes of runs whose heads cannot be checked here
+
 NAME = "release"
 HELP = "end your leases immediately"
 
@@ -23,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("ids", nargs="*", metavar="ID", help="lease id, or its start")
     parser.add_argument("--mine", action="store_true", help="all your leases on the nodes in scope")
-    parser.add_argument("--force", action="store_true", help="also leases that one of your runs uses")
+    parser.add_argument("--force", action="store_true", help="also leases that one of your runs uses, or may use")
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1): released, failed, unread")
     parser.epilog = (
         "examples:\n  gpuboard release k3f9\n  gpuboard release --mine\n\n"
@@ -41,7 +44,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         raise UsageError("pass either lease ids or --mine\n  `gpuboard leases` lists the leases")
     with context.ledger(settle=partial(settled, context=context)) as ledger:
         found = ledger.find(args.ids)
-        used = {} if args.force else _in_use(context)
+        used = {} if args.force else _in_use(context, {lease.id for lease in found.leases})
         ended = [ledger.release(lease) for lease in found.leases if lease.id not in used]
     done = [each for each in ended if each.gpus or not each.failed]
     released = [{"id": each.lease, "gpus": each.gpus} for each in done]
@@ -71,13 +74,17 @@ def run(args: argparse.Namespace, context: Context) -> int:
     return 1 if failed or (args.mine and found.unread) else 0
 
 
-def _in_use(context: Context) -> dict[str, str]:
-    """Return, by lease, which run of this user uses it, with the remedy."""
-    from gpuboard.cli.run_access import listed_runs
-    from gpuboard.launch.runs.folder import by_lease
+def _in_use(context: Context, leases: Collection[str]) -> dict[str, str]:
+    """Return, by lease, which run of this user uses it or may use it, with the remedy."""
+    from gpuboard.cli.run_access import doubts
+    from gpuboard.launch.runs.folder import FINAL, read_runs
 
-    return {
-        lease: f"run {view.id} ({clean(view.target, 80)}) uses it; `gpuboard stop {view.id}` ends the run, "
-        "--force releases the lease all the same"
-        for lease, view in by_lease(listed_runs(context)[0]).items()
-    }
+    views = {view.id: view for view in read_runs(context.env) if view.lease in leases and view.state not in FINAL}
+    used = {}
+    for run, doubt in doubts(context, views.values(), _ASK_S).items():
+        view = views[run]
+        name = f"run {run} ({clean(view.target, 80)})"
+        words = f"{name} may still use it ({doubt})" if doubt else f"{name} uses it"
+        stop = f"`gpuboard stop {run}` ends the run, --force releases the lease all the same"
+        used[str(view.lease)] = f"{words}; {stop}"
+    return used

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -298,12 +299,18 @@ def connected(nodes: Sequence[Node], settings: Settings, scheduler: Scheduler | 
 
 
 def ask_all(
-    nodes: Sequence[Node], settings: Settings, scheduler: Scheduler | None, look: Callable[[NodeRuns], T]
+    nodes: Sequence[Node],
+    settings: Settings,
+    scheduler: Scheduler | None,
+    look: Callable[[NodeRuns], T],
+    limit_s: float = math.inf,
 ) -> tuple[dict[str, T], dict[str, GpuboardError]]:
     """Call ``look`` for every node, all at once; return the results and the errors by node, in the order of ``nodes``.
 
-    A node that hangs delays the result by its own timeouts. ``scheduler``: see :func:`connected`.
+    A node that hangs delays the result by its own timeouts, at most by ``limit_s``. ``scheduler``: see
+    :func:`connected`.
     """
+    until = time.monotonic() + limit_s
     inbox: queue.SimpleQueue[tuple[str, T | GpuboardError]] = queue.SimpleQueue()
 
     def work(place: NodeRuns) -> None:
@@ -319,11 +326,15 @@ def ask_all(
     with connected(nodes, settings, scheduler) as places:
         for place in places:
             threading.Thread(target=work, args=(place,), name=f"runs-{place.node.name}", daemon=True).start()
-        answers = dict(inbox.get() for _ in places)
+        answers: dict[str, T | GpuboardError] = {}
+        with contextlib.suppress(queue.Empty):
+            while len(answers) < len(places):
+                left_s = max(0.0, until - time.monotonic())
+                answers |= [inbox.get(timeout=None if math.isinf(left_s) else left_s)]
     done: dict[str, T] = {}
     failed: dict[str, GpuboardError] = {}
     for node in nodes:
-        answer = answers[node.name]
+        answer = answers.get(node.name, NodeLost(f"{node.name}: no answer within {limit_s:.0f} s"))
         if isinstance(answer, GpuboardError):
             failed[node.name] = answer
         else:
