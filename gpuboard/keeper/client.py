@@ -122,10 +122,14 @@ def record(
     for_s: float,
     *,
     job: KeptJob | None = None,
+    shared: bool = False,
 ) -> LeaseRecord:
-    """Return the record of a lease reserved for ``for_s`` seconds from now. ``settings``: config.Settings as a dict."""
+    """Return the record of a lease reserved for ``for_s`` seconds from now. ``settings``: config.Settings as a dict.
+
+    ``shared``: the lease of another keeper, for which this host's sends heartbeats, too, while ``holder`` runs.
+    """
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
-    return LeaseRecord(lease, list(nodes), settings, holder, 0, 0, now, now + for_s, job)
+    return LeaseRecord(lease, list(nodes), settings, holder, 0, 0, now, now + for_s, job, shared)
 
 
 def start_early(env: Mapping[str, str], timing: KeeperTiming = TIMING) -> Started:

@@ -261,6 +261,9 @@ class Keeper:
             client.reply(f"the holder of lease {record.lease}, pid {record.holder.pid}, has ended")
             return
         if record.lease in self.kept:
+            if record.shared and not self.kept[record.lease].record.shared:
+                client.reply()  # this keeper has the lease itself, for as long as processes carry it
+                return
             self._remove(self.kept[record.lease], "handed over again")
         process = read_process(record.holder.pid) if record.holder else None
         if process is not None:
@@ -333,7 +336,7 @@ class Keeper:
             loss = f"expired on {name}: no heartbeat from its keeper for 90 s"
         elif not expired:
             loss = f"ended on {name}: released elsewhere, or its claim was removed"
-        if loss and boottime() >= kept.no_loss_until:
+        if loss and boottime() >= kept.no_loss_until and not record.shared:
             record_loss(self.folder, f"lease {kept.lease} {loss}")
         rest = [node for node in record.nodes if node.name != name]
         if not rest:
@@ -417,6 +420,9 @@ class Keeper:
             self._release(kept)
 
     def _release(self, kept: Kept) -> None:
+        if kept.record.shared:
+            self._remove(kept, "left to its own keeper")
+            return
         self._unwatch_processes(kept)
         for node in kept.record.nodes:
             self.nodes.detach(kept.record, node)

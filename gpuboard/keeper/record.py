@@ -61,6 +61,7 @@ class LeaseRecord(NamedTuple):
     created: float  # seconds since boot
     until: float  # seconds since boot; only schedules a poll: the nodes' clocks decide
     job: KeptJob | None = None  # then ``nodes`` is one entry for the scheduler
+    shared: bool = False  # the lease is another keeper's: this one sends heartbeats for the holder, and never releases
 
     def plain(self) -> dict[str, Any]:
         """Return the record as plain values, for JSON."""
@@ -96,6 +97,7 @@ def decode(values: Any) -> LeaseRecord:
             float(values["created"]),
             float(values["until"]),
             _job(values.get("job")),
+            bool(values.get("shared")),
         )
     except (KeyError, TypeError, AttributeError, OverflowError) as error:  # OverflowError: int of 1e999
         raise ValueError(f"not a keeper's record: {error!r}") from None
@@ -132,6 +134,8 @@ def _job(values: Any) -> KeptJob | None:
 
 def files_of(record: LeaseRecord, state: str) -> list[str]:
     """Return a lease's files in the ``state`` folder besides its record, to be removed at its end."""
+    if record.shared:
+        return []
     found = [f"{state}/leases/{record.lease}.json"]  # the rank map
     if record.job is not None and record.job.heartbeat:
         found += [record.job.heartbeat, f"{record.job.heartbeat}.seen"]

@@ -62,6 +62,25 @@ def test_training_outlives_the_script(lab: Lab) -> None:
     until(lambda: not lab.held())
 
 
+def test_a_lease_of_another_keeper_gets_heartbeats_and_is_not_released(lab: Lab) -> None:
+    folder = claims.Folder(str(lab.claims))
+    args = {"lease": "else1", "uuids": [UUIDS[2]], "for_s": 3600.0, "nodes": ["n"], "gpus": 1}
+    claims.handle("take", args, folder)
+    lab.holding("mine1")
+    with subprocess.Popen(["sleep", "300"]) as head:
+        for lease, gpu in (("else1", 2), ("mine1", 0)):
+            node = keeper.KeptNode("n", [UUIDS[gpu]], None, str(lab.claims), None)
+            record = keeper.record(lease, [node], {}, holder.identify(head.pid), 3600.0, shared=True)
+            keeper.hand_over(record, lab.env).confirm()
+        claim = lab.claims / f"gpuboard.{UUIDS[2]}.else1"
+        os.utime(claim, (time.time() - 60, time.time() - 60))
+        keeper.renew("else1", 3600.0, lab.env)  # sends a heartbeat at once instead of after 30 s
+        until(lambda: time.time() - claim.stat().st_mtime < 50)
+        head.kill()
+    until(lambda: lab.records() == {"mine1"})
+    assert lab.held() == {"else1", "mine1"}, "neither is released: one is another keeper's, one has its own holder"
+
+
 def test_subshell_that_starts_the_training_later(lab: Lab) -> None:
     """/proc shows no variables of a fork: only its being orphaned shows that it may still use the lease."""
     os.mkfifo(lab.folder / "fifo")

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,37 @@ def test_a_run_on_other_nodes_survives_the_reboot_of_the_login_node(lab: Cluster
     login.plug()
     assert runs(login, own) == [(run["id"], "done", 0)]
     assert "bye" in login.run([*own, "gpuboard", "logs", "last"]).stdout
+
+
+def test_a_lease_of_the_shell_is_kept_from_the_node_too_while_the_run_goes_on(lab: Cluster) -> None:
+    login, gpu01 = lab["login1"], lab["gpu01"]
+    own = ["env", "XDG_STATE_HOME=/tmp/own"]  # as without a shared home
+    allocate = ["gpuboard", "allocate", "--gpus", "gpu01:0@gpu02:1", "--detach", "--for", "1h", "--format", "uuids"]
+    login.run([*own, *allocate], check=True)
+    (lease,) = {claim.rpartition(".")[2] for claim in claims(lab)}
+    words = [word for word in launch("") if word not in {"--gpus", ""}]
+    done = login.run([*own, *words[:-1], "--lease", lease, words[-1]])
+    assert done.returncode == 0, done.stderr
+    assert f"lease {lease} gets its heartbeats from gpu01, too, until the run or the lease ends" in done.stderr
+    run = json.loads(done.stdout)["run"]["id"]
+    assert (len(list(login.path("/tmp/own/gpuboard/keeper").glob("*/*.json"))), kept(gpu01)) == (1, [lease])
+
+    for process in login.processes(user="alice"):
+        kill(process.pid)
+    login.unplug()
+    (keeper,) = gpu01.processes(lambda p: p.name == "gpuboard-keeper", user="alice")
+    kill(keeper.pid)
+    files = [path for name in ("gpu01", "gpu02") for path in lab[name].path("/var/tmp").glob(f"gpuboard.GPU-*.{lease}")]
+    assert len(files) == 2
+    for path in files:
+        os.utime(path, (time.time() - 60, time.time() - 60))
+    gpu01.run(["gpuboard", "leases"], check=True)  # it starts the keeper again, from its record
+    until(lambda: all(time.time() - path.stat().st_mtime < 50 for path in files), "a heartbeat", 60)
+
+    put(gpu01, "end", "")
+    until(lambda: run_state(gpu01, run)["state"] == "done", "the run ends", 60)
+    until(lambda: not kept(gpu01), "its node's keeper forgets the lease", 60)
+    assert len(claims(lab)) == 2, "the lease is not released by a run that has not reserved it"
 
 
 def test_until_it_is_detached_a_run_on_other_nodes_ends_with_its_command(lab: Cluster) -> None:

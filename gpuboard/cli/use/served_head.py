@@ -46,7 +46,7 @@ def _lead(served: ServedHead, context: Context, outcome: dict[str, Any]) -> int:
             "`systemd-run --user --scope gpuboard launch --detach …`"
         )
     with contextlib.closing(Screen(sys.stderr, sys.stderr)) as screen:
-        served.adopt(context.env)
+        served.adopt(context.env, lambda text: screen.lines("err", [f"gpuboard: {text}"]))
         code, in_logs = lead(
             config.plan,
             {node.name: node for node in config.nodes},

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.holder import identify
-from gpuboard.keeper.record import decode
+from gpuboard.keeper.record import LeaseRecord, decode
 from gpuboard.launch.detached.remote import FromHead, HeadConfig, unpacked
 from gpuboard.launch.output import Screen
 from gpuboard.launch.parent_watch import Lifeline
@@ -43,15 +43,21 @@ class ServedHead:
         self.config: HeadConfig = unpacked(from_json(line)["config"])
         self.line = Lifeline(0, lambda: os.kill(os.getpid(), signal.SIGINT), self._received)
 
-    def adopt(self, env: Mapping[str, str]) -> None:
+    def adopt(self, env: Mapping[str, str], report: Callable[[str], None]) -> None:
         """Take over the lease, if there is one: return once the command's keeper has given it up.
 
-        Raises GpuboardError. If the connection ends before that, both keepers release it.
+        A lease that the command has not reserved itself stays with its keeper, and gets heartbeats from here, too;
+        ``report`` receives a message about it. Raises GpuboardError. If the connection ends before that, both keepers
+        release what the command has reserved.
         """
         if self.config.lease is None:
             return
         record = decode(self.config.lease)
-        mine = keeper.record(record.lease, record.nodes, record.settings, identify(os.getpid()), record.until)
+        me = identify(os.getpid())
+        mine = keeper.record(record.lease, record.nodes, record.settings, me, record.until, shared=record.shared)
+        if record.shared:
+            self._share(mine, env, report)
+            return
         try:
             handed = keeper.hand_over(mine, env)  # its first heartbeats have been sent
         except keeper.KeeperError as error:
@@ -65,6 +71,18 @@ class ServedHead:
         if not self._proceed.wait(_PROCEED_S):
             raise GpuboardError(f"the command did not give up lease {record.lease} within {_PROCEED_S:.0f} s")
         handed.confirm()
+
+    def _share(self, record: LeaseRecord, env: Mapping[str, str], report: Callable[[str], None]) -> None:
+        name, lease = self.config.nodes[0].name, record.lease
+        try:
+            keeper.hand_over(record, env).confirm()
+        except keeper.KeeperError as error:
+            report(
+                f"{name} cannot send heartbeats for lease {lease}: {error}\n  the lease depends on the host that "
+                "reserved it: if that is down for 90 s, the lease expires while the run goes on"
+            )
+        else:
+            report(f"lease {lease} gets its heartbeats from {name}, too, until the run or the lease ends")
 
     def leave(self, screen: Screen, message: bytes) -> None:
         """Leave the pipes to the command, after one line to it. In the main thread only."""
