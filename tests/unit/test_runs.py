@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gpuboard.agent import proc
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
 from gpuboard.launch.runs import folder as run_folder
@@ -103,12 +104,12 @@ def test_a_run_that_ends_while_it_is_read_is_done(
     os.utime(folder.path / "state.json", (1, 1))  # long ago
     real = run_folder.alive
 
-    def alive(head: HeadProcess) -> bool | None:
+    def alive(head: HeadProcess, path: str = "") -> bool | None:
         """Check the head after it has written the final state and ended."""
         folder.keep("state.json", view("rabc", HeadProcess(*start), "done"))
         child.kill()
         child.wait()
-        return real(head)
+        return real(head, path)
 
     monkeypatch.setattr(run_folder, "alive", alive)
     found = read(env)
@@ -124,6 +125,23 @@ def test_after_a_reboot_the_head_is_dead_and_on_another_host_unknown(env: dict[s
     assert run_folder.alive(elsewhere) is None
     RunFolder(env, "rabc").keep("state.json", view("rabc", elsewhere))
     assert read_runs(env)[0].state == "running"
+
+
+def test_a_head_is_found_dead_after_its_host_was_renamed(env: dict[str, str]) -> None:
+    """As on a laptop: in the same boot, and after a reboot where the folder is on a disk of its own."""
+    me = msgspec.structs.replace(run_folder.this_head(), host="name-of-yesterday")
+    assert run_folder.alive(me) is True
+    assert run_folder.alive(msgspec.structs.replace(me, start=me.start + 1)) is False
+    rebooted = msgspec.structs.replace(me, boot_id="another", machine="0123456789abcdef")
+    RunFolder(env, "rabc").keep("state.json", view("rabc", rebooted))
+    assert read_runs(env)[0].state == "running", "another machine may run it"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proc, "machine_id", lambda: rebooted.machine)  # containers often have none
+        assert [verdict.kind for verdict in read_runs(env)[0].verdicts] == ["head-died"]
+        assert run_folder.alive(rebooted, "/proc") is False
+        assert run_folder.alive(rebooted) is None, "a note of a run: its folder is on another machine"
+    container = msgspec.structs.replace(run_folder.this_head(), start=1, namespace="pid:[1]")
+    assert run_folder.alive(container) is None, "a process of another PID namespace is not seen"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"id": 1}'])

@@ -51,7 +51,7 @@ def test_runs_are_listed_as_on_the_node_itself(env: dict[str, str], here: NodeRu
     assert here.runs() == [], "there is no folder yet"
     written(env, view("rlive", me))
     written(env, view("rdead", msgspec.structs.replace(me, start=me.start + 1)))
-    written(env, view("rfar", msgspec.structs.replace(me, host="gpu77", boot_id="another")))
+    written(env, view("rfar", msgspec.structs.replace(me, host="gpu77", boot_id="another", machine="")))
     (written(env, view("rbroken", me)) / "state.json").write_text("{")
     RunFolder(env, "rnew")
     for number in range(40):

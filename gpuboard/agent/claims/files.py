@@ -345,7 +345,7 @@ def mount_trouble(real: str, mountinfo: str, uid: int) -> "Optional[str]":
     ``mountinfo`` is /proc/self/mountinfo (proc(5)): id, parent, device, root, mount point, options, … - type, source.
     """
     kind, root = _mount_of(real, mountinfo)
-    if kind in _SHARED or (kind.startswith("fuse.") and kind != "fuse.overlayfs"):
+    if _is_shared(kind):
         return "it is on %s, which other machines share; claims need this node's own disk or a tmpfs" % kind
     parts = [part for part in root.split("/") if part]
     last = parts[-1] if parts else ""
@@ -354,6 +354,20 @@ def mount_trouble(real: str, mountinfo: str, uid: int) -> "Optional[str]":
     if private or (last and not last.isdigit() and last == user_name(uid)):
         return "it is a private instance (%s): other users would not see the claims" % root
     return None
+
+
+def shared_with_others(path: str) -> bool:
+    """Return whether other machines may share the file system of ``path``; true where that cannot be read."""
+    try:
+        with open("/proc/self/mountinfo", errors="replace") as file:
+            kind = _mount_of(os.path.realpath(path), file.read())[0]
+    except OSError:
+        return True
+    return not kind or _is_shared(kind)
+
+
+def _is_shared(kind: str) -> bool:
+    return kind in _SHARED or (kind.startswith("fuse.") and kind != "fuse.overlayfs")
 
 
 def _mount_of(real: str, mountinfo: str) -> "Tuple[str, str]":

@@ -8,8 +8,8 @@ import re
 import stat
 import zlib
 
-from gpuboard.agent import proc
 from gpuboard.agent.launch import CallRefused
+from gpuboard.agent.runs.head import alive
 
 MYPY = False
 if MYPY:
@@ -76,31 +76,23 @@ def state(run: str) -> "Optional[Dict[str, Any]]":
     path = "%s/%s/state.json" % (base(), run)
     try:
         data = _whole(path)
-        alive = head_alive(data)
-        if alive is False:
+        lives = head_alive(data, path)
+        if lives is False:
             data = _whole(path)  # what the head wrote before its end
         written = os.stat(path).st_mtime
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         return {"run": run, "state": None, "error": "cannot read %s: %s" % (path, error.strerror), "alive": None}
-    return {"run": run, "state": pack(data), "error": None, "alive": alive, "written": written}
+    return {"run": run, "state": pack(data), "error": None, "alive": lives, "written": written}
 
 
-def head_alive(data: bytes) -> "Optional[bool]":
-    """Return whether the head that wrote ``data`` runs on this node; None if it is on another one, or not known."""
+def head_alive(data: bytes, path: str) -> "Optional[bool]":
+    """Return whether the head that wrote ``data``, in ``path``, runs on this node; None if it is not known."""
     try:
-        head = json.loads(data.decode("utf-8"))["head"]
-        host, boot, pid, start = head["host"], head["boot_id"], int(head["pid"]), int(head["start"])
-        here = host == os.uname().nodename
-        if boot != proc.boot_id():
-            return False if here else None
-    except (ValueError, KeyError, TypeError, OSError):
+        return alive(json.loads(data.decode("utf-8"))["head"], path)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return None
-    process = proc.read_process(pid)
-    if process is not None and process.state not in "ZX" and process.start == start:
-        return True
-    return False if here else None  # with the boot id of this machine it may be in another container
 
 
 def sizes(run: "Any", names: "Any") -> "Dict[str, int]":

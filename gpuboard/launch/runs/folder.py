@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from gpuboard import files, paths
+from gpuboard.agent import proc
+from gpuboard.agent.runs.head import alive as head_alive
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
 from gpuboard.launch.stalls.waits import RankGroup
@@ -81,12 +83,17 @@ class VerdictView(msgspec.Struct, frozen=True):
 
 
 class HeadProcess(msgspec.Struct, frozen=True):
-    """The process that leads a run, identified by host, boot, pid and start time (clock ticks since boot)."""
+    """The process that leads a run, identified by host, boot, pid and start time (clock ticks since boot).
+
+    ``namespace``, ``machine``: of its host, which may be renamed; "" in files of older versions.
+    """
 
     host: str
     boot_id: str
     pid: int
     start: int
+    namespace: str = ""
+    machine: str = ""
 
 
 class RunView(msgspec.Struct, frozen=True):
@@ -135,13 +142,15 @@ def this_head() -> HeadProcess:
     """Return this process as a head."""
     me = holder.identify(os.getpid())
     assert me is not None  # it is this process
-    return HeadProcess(*me)
+    return HeadProcess(*me, proc.pid_namespace(), proc.machine_id())
 
 
-def alive(head: HeadProcess) -> bool | None:
-    """Return whether the head runs; None if it is on another host, also one that is a container of this machine."""
-    found = holder.alive(holder.Holder(head.host, head.boot_id, head.pid, head.start))
-    return None if found is False and head.host != os.uname().nodename else found
+def alive(head: HeadProcess, folder: str = "") -> bool | None:
+    """Return whether the head runs; None if it is on another host, also one that is a container of this machine.
+
+    ``folder``: the run's, if the head wrote it.
+    """
+    return head_alive(msgspec.to_builtins(head), folder)
 
 
 class RunFolder:
@@ -273,7 +282,7 @@ def unreadable(folder: Path, text: str) -> RunView:
 
 def judged(view: RunView) -> RunView:
     """Return ``view``, or ``failed`` with a verdict if its head died before the run ended."""
-    if view.state in FINAL or alive(view.head) is not False:
+    if view.state in FINAL or alive(view.head, "" if view.node is not None else view.folder) is not False:
         return view
     last = read_state(Path(view.folder))  # the run may have ended since it was read
     return last if last is not None and last.state in FINAL else without_head(view)
