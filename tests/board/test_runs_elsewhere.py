@@ -82,7 +82,7 @@ async def test_a_noted_run_gets_its_state_from_its_node_which_delays_no_other(tm
         view("rnoted", head=msgspec.structs.replace(view().head, host="far01")), node="far01"
     )
     note(board, msgspec.structs.replace(here, head=msgspec.structs.replace(here.head, boot_id="another")))
-    keep(there, view("rnoted", "done", exit_code=0))
+    keep(there, view("rnoted", "done", exit_code=0), {"head.log": b"12:00:00 gpuboard: all ranks have ended\n"})
     lost = msgspec.structs.replace(here, id="rlost", node="far02", started="2026-01-31T13:00:00.000Z")
     note(board, msgspec.structs.replace(lost, head=msgspec.structs.replace(lost.head, host="far02", boot_id="another")))
     closed = socket.socket()
@@ -91,6 +91,8 @@ async def test_a_noted_run_gets_its_state_from_its_node_which_delays_no_other(tm
     async with opened(tmp_path, far, FAR, Node("far02", "far02")) as (app, pilot):
         await lab.settle(pilot, lambda: lab.shown(app, "rnoted done", "rlost running?"))
         await lab.settle(pilot, lambda: lab.shown(app, "far02: ", "refused"))
+        await pilot.press("down")
+        await lab.settle(pilot, lambda: lab.shown(app, "Head all ranks have ended"))
         keep(there, view("rnew", started="2026-01-31T14:00:00.000Z"))
         await pilot.press("a")
         await lab.settle(pilot, lambda: lab.shown(app, "rnew running"))

@@ -242,7 +242,7 @@ class RunsScreen(FilteredScreen):
 
     def _cells(self, entry: RunEntry, now: float) -> list[Cell]:
         view = entry.view
-        ago, ran = lived_s(view, now), lived_s(view, now if entry.live else entry.written)
+        ago, ran = lived_s(view, now), lived_s(view, now - (entry.read_s or 0.0) if entry.live else entry.written)
         state = state_of(entry, self._stopping.get(view.id))
         return [
             Cell(clean(view.id)),

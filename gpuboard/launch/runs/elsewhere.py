@@ -117,6 +117,7 @@ class ClusterRunbook(Runbook):
         self._wanted = run
         if run not in place.details and not place.unread:
             place.due = 0.0
+            self.look([place.runs.node.name])
         return place.details.get(run, _NOT_READ)
 
     def access(self, run: str) -> RunAccess | None:
@@ -156,13 +157,13 @@ class ClusterRunbook(Runbook):
         found = dict(here)
         now = time.monotonic()
         with self._guard:
-            places = list(self._places.values())
-        for place in places:
+            places = dict(self._places)
+        for place in places.values():
             for run in place.entries if only is None else [only]:
                 entry, known = place.entry(run, now), found.get(run)
                 if entry is not None and (known is None or _certainty(entry) > _certainty(known)):
                     found[run] = entry
-        due = {name for name, place in self._places.items() if place.live}
+        due = {name for name, place in places.items() if place.live}
         for run, entry in here.items():
             if not _in_doubt(entry) or (node := self._node_of(entry)) is None:
                 continue
@@ -170,7 +171,7 @@ class ClusterRunbook(Runbook):
             if entry.live and newest.live:
                 due.add(node.name)
             if newest is entry:
-                found[run] = self._waiting(entry, self._places.get(node.name))
+                found[run] = self._waiting(entry, places.get(node.name))
             elif entry.view.node is not None and newest.view.state != entry.view.state and not newest.elsewhere:
                 note(self._env, newest.view)
         self.look(due)
