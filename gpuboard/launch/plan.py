@@ -42,6 +42,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     skip: tuple[str, ...] = ()  # checks that do not keep the gate closed
     preflight_only: bool = False  # start no rank
     max_restarts: int = 0  # further attempts after a failure
+    min_ranks: int | None = None  # with which a restart goes on where GPUs are lost; None: as many as at first
 
 
 class StartRank(msgspec.Struct, frozen=True):

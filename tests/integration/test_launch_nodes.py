@@ -374,6 +374,35 @@ while not os.path.exists("finish"):
     assert [(verdict["attempt"], verdict["rank"]) for verdict in view["verdicts"]] == [(1, 1)]
 
 
+def test_a_run_goes_on_with_fewer_ranks_after_its_node_lost_a_gpu(lab: Cluster) -> None:
+    login = lab["login1"]
+    script = """
+import os, time
+from torch.distributed import meet
+meet()
+print("up", os.environ["WORLD_SIZE"], flush=True)
+while os.environ["RANK"] == "0" and os.environ["WORLD_SIZE"] == "2" or not os.path.exists("fail"):
+    time.sleep(0.02)
+if os.environ["WORLD_SIZE"] == "2":
+    raise RuntimeError("CUDA error: unspecified launch failure")
+"""
+    options = ("--device", "cuda", "--max-restarts", "2", "--min-n", "1")
+    with launched(lab, script, *options, gpus=("--gpus", "gpu01:0@gpu02:1")) as process:
+        wait_up(process, 2)
+        lab["gpu02"].script([Gpu(trouble=(f"fault * {LOST}",)) if n == 1 else Gpu() for n in range(8)])
+        put(login, "fail", "")
+        out, err = process.communicate(timeout=60)
+        login.run(["rm", "fail"], check=True)
+    assert process.returncode == 0, err
+    assert out == "up 1\n"
+    assert "gpuboard: attempt 2 of 3: 1 rank in place of 2, on gpu01:0; left out: gpu02: GPU 1 " in err
+    view = json.loads(login.run(["gpuboard", "runs", "--json"], check=True).stdout)["runs"][-1]
+    assert [rank["node"] for rank in view["ranks"]] == ["gpu01"]
+    assert "[rank 1 gpu02:1] up 2\n" in login.run(["gpuboard", "logs", "last"], check=True).stdout
+    refused = login.run(["gpuboard", "launch", "--n", "2", "--min-n", "2", "script.py"])
+    assert (refused.returncode, "--min-n needs --max-restarts" in refused.stderr) == (2, True)
+
+
 def test_a_gpu_that_is_lost_during_a_run_is_named_with_the_failure(lab: Cluster) -> None:
     script = """
 import os, time

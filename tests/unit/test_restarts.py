@@ -108,15 +108,29 @@ SICK = {"flags": ["sick"], "sick": ["row remap pending"]}
 def test_gpus_that_cannot_be_used_are_replaced_by_others_of_the_lease(
     snapshot: Snapshot, gpus: str, words: str
 ) -> None:
-    found, text = reassigned(USED, LEASE, snapshot, "cuda")
+    found, text = reassigned(USED, LEASE, snapshot, "cuda", most=3, least=3)
     assert words in text
     assert found == (of_lease(*gpus.split()) if gpus else USED)
     assert (text == "") == (found is USED)
 
 
 def test_ranks_on_the_cpu_need_nodes_only() -> None:
-    found, _ = reassigned(USED, LEASE, reading(gpu01_0=BROKEN), "cpu")
+    found, _ = reassigned(USED, LEASE, reading(gpu01_0=BROKEN), "cpu", most=3, least=3)
     assert found is USED
+
+
+def test_with_a_least_number_of_ranks_a_run_shrinks_and_grows_again() -> None:
+    lost = reading(gpu01_1=BROKEN, gpu01_2=BROKEN, down=("gpu02",))
+    fewer, text = reassigned(USED, USED, lost, "cuda", most=3, least=1)
+    assert fewer == of_lease("gpu01:0")
+    words = "1 rank in place of 3, on gpu01:0; left out: gpu01: GPU 1 is broken (GPU is lost); gpu02: ssh: no answer"
+    assert text == words
+    assert reassigned(fewer, USED, lost, "cuda", most=3, least=1) == (fewer, "")
+    assert reassigned(USED, USED, lost, "cuda", most=3, least=2) == (USED, ""), "preflight reports what is wrong"
+    assert reassigned(fewer, USED, reading(), "cuda", most=3, least=1) == (
+        USED,
+        "3 ranks in place of 1, on gpu01:0,1@gpu02:0",
+    )
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ class _Attached:
         self._view = view
         self._screen = screen
         self._lines = lines
-        labels = {rank.rank: f"{rank.node}:{rank.index}" for rank in view.ranks}
+        labels = view.last_places
         self._relay = Relay(labels, None, screen, mark=lambda *_: "")
         self._messages = LineSplitter()
         self._logs = {f"rank-{rank}.{stream}": (rank, stream) for rank in labels for stream in STREAMS}
@@ -93,8 +93,8 @@ class _Attached:
             while idle or self._screen.backlog > _BACKLOG:
                 idle = False
                 time.sleep(self._run.poll_s)
-        for rank in self._view.ranks:
-            self._relay.ended(rank.rank)
+        for rank in self._view.last_places:
+            self._relay.ended(rank)
         for verdict in self._view.verdicts if self._view.exit_code is None else []:
             self._screen.lines("err", [f"gpuboard: {verdict.text}"])
         return self._view

@@ -85,6 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--max-restarts", type=whole(0, 10**6), default=0, metavar="N", help="after a failure, start the "
                      "ranks again, at most N times, without GPUs that cannot be used if the lease has others; "
                      "default: 0")  # fmt: skip
+    run.add_argument("--min-n", type=whole(1, 10**6), metavar="M", help="with --max-restarts: go on with fewer "
+                     "ranks, at least M, where GPUs or nodes are lost; default: never fewer")  # fmt: skip
     run.add_argument("--stdin", nargs="?", const=0, type=whole(0, 10**6), metavar="RANK",
                      help="pass standard input on to rank RANK, without a number to rank 0; default: a terminal to the "
                      "only rank of a run, else /dev/null for all")  # fmt: skip
@@ -164,6 +166,8 @@ def _launch(
         raise UsageError("--dry-run, which connects to no node, cannot be combined with --preflight-only")
     if args.stdin is not None and args.max_restarts:
         raise UsageError("--stdin cannot be combined with --max-restarts: what one attempt reads is gone for the next")
+    if args.min_n is not None and not args.max_restarts:
+        raise UsageError("--min-n needs --max-restarts N: only a restart can change the number of ranks")
     _check_skipped(args.skip)
     if detaching is not None:
         _check_detached(args)
@@ -184,6 +188,7 @@ def _launch(
         skip=tuple(args.skip),
         preflight_only=args.preflight_only,
         max_restarts=args.max_restarts,
+        min_ranks=args.min_n,
     )
     scope = _scope(context)
     sent |= environ.of_job(context.env) if context.job is not None else {}
@@ -193,6 +198,8 @@ def _launch(
     ):
         nodes = rank_map_source.nodes_of(rank_map, scope.nodes)
         plan.check_rank_map(rank_map, nodes, where, args.device)
+        if args.min_n is not None and args.min_n > rank_map.world_size:
+            raise UsageError(f"--min-n {args.min_n} is more than the run has ranks: {rank_map.world_size}")
         alone = rank_map.world_size == 1 and args.run_id is None and not args.detach
         if args.stdin is None and alone and sys.stdin and sys.stdin.isatty():
             options = msgspec.structs.replace(options, stdin_rank=0)
@@ -261,12 +268,14 @@ def _screen(*, quiet: bool, stdout: bool) -> Iterator[Screen]:
 
 
 def _whole_lease(plan: LaunchPlan, context: Context) -> RankMap | None:
-    """Return the map of the whole lease if it has GPUs that the run does not use, for restarts; else None."""
+    """Return the map of the whole lease if restarts may use GPUs other than the run's, or fewer; else None."""
     from gpuboard.leases.terms import stored_rank_map
 
     lease = plan.rank_map.lease
     whole = stored_rank_map(context.env, lease) if plan.options.max_restarts and lease is not None else None
-    return whole if whole is not None and whole.world_size > plan.rank_map.world_size else None
+    if whole is not None and whole.world_size > plan.rank_map.world_size:
+        return whole
+    return plan.rank_map if plan.options.min_ranks is not None else None
 
 
 @contextlib.contextmanager

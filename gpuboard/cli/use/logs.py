@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     """Print the logs: stdout of the ranks on stdout, stderr on stderr."""
     with opened_run(context, args.run, args.node, stored=not args.follow) as found:
         view = found.view()
-        ranks = [rank.rank for rank in view.ranks]
+        ranks = list(view.last_places)
         if args.rank is not None and args.rank not in ranks:
             raise UsageError(f"run {view.id} has no rank {args.rank}; it has {len(ranks)}, numbered from 0")
         tails = [

@@ -17,12 +17,13 @@ MakeHead = Callable[[LaunchPlan, "Head | None", str], "Head"]  # of the plan, th
 
 
 class Attempts:
-    """A run and its restarts. ``lease``: its whole lease, where that has GPUs that the run does not use."""
+    """A run and its restarts. ``lease``: its whole lease, where restarts may use other GPUs of it, or fewer."""
 
     def __init__(self, plan: LaunchPlan, make: MakeHead, lease: RankMap | None) -> None:
         self._plan = plan
         self._make = make
         self._lease = lease
+        self._ranks = plan.rank_map.world_size
         self.head = make(plan, None, "")  # of the newest attempt
         self.logs_complete = True  # all output of the ranks of all attempts is in the run's folder
 
@@ -50,7 +51,9 @@ class Attempts:
     def _next(self) -> Head:
         rank_map, change, reading = self._plan.rank_map, "", self.head.lease_reading
         if self._lease is not None and reading is not None:
-            rank_map, change = reassigned(rank_map, self._lease, reading, self._plan.options.device)
+            options = self._plan.options
+            least = self._ranks if options.min_ranks is None else options.min_ranks
+            rank_map, change = reassigned(rank_map, self._lease, reading, options.device, most=self._ranks, least=least)
         self._plan = next_attempt(self._plan, rank_map, secrets.token_hex(16))
         return self._make(self._plan, self.head, change)
 

@@ -16,12 +16,15 @@ from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 from gpuboard.model.text import clean
 
 
-def reassigned(current: RankMap, lease: RankMap, snapshot: Snapshot, device: Device) -> tuple[RankMap, str]:
+def reassigned(
+    current: RankMap, lease: RankMap, snapshot: Snapshot, device: Device, *, most: int, least: int
+) -> tuple[RankMap, str]:
     """Return the rank map of the next attempt, and what changed: "" if nothing did.
 
     ``lease``: the whole lease, of which ``current`` uses a part; ``snapshot``: its nodes. Left out are GPUs that
-    preflight would refuse, those of unreachable nodes, and sick ones, as far as the lease has others; if it has too few
-    the map stays as it is, and preflight reports why.
+    preflight would refuse, those of unreachable nodes, and sick ones, as far as the lease has others. The map has
+    ``most`` ranks if the lease has as many usable GPUs, else fewer; with less than ``least`` it stays as it is, and
+    preflight reports why.
     """
     views = {view.name: view for view in snapshot.nodes}
     used = {(rank.node, rank.uuid) for rank in current.ranks}
@@ -29,8 +32,8 @@ def reassigned(current: RankMap, lease: RankMap, snapshot: Snapshot, device: Dev
     faults = {(rank.node, rank.uuid): _fault(rank, views.get(rank.node), lease, device) for rank in lease.ranks}
     usable = [rank for rank in lease.ranks if not faults[rank.node, rank.uuid][0]]
     usable.sort(key=lambda r: (bool(faults[r.node, r.uuid][1]), (r.node, r.uuid) not in used, r.node not in nodes))
-    chosen = {(rank.node, rank.uuid) for rank in usable[: current.world_size]}
-    if chosen == used or len(chosen) < len(used):
+    chosen = {(rank.node, rank.uuid) for rank in usable[:most]}
+    if chosen == used or len(chosen) < least:
         return current, ""
     counts = Counter(node for node, _ in chosen)
     ranks = [rank for rank in lease.ranks if (rank.node, rank.uuid) in chosen]
@@ -40,7 +43,12 @@ def reassigned(current: RankMap, lease: RankMap, snapshot: Snapshot, device: Dev
     found = msgspec.structs.replace(found, master_port=current.master_port)
     why = dict.fromkeys("".join(faults[key]) for key in sorted(used - chosen))
     where = gpus_text([LeaseGpu(rank.node, rank.index, rank.uuid) for rank in found.ranks])
-    return found, f"on {where}; left out: {'; '.join(why)}"
+    count = (
+        f"{len(chosen)} rank{'' if len(chosen) == 1 else 's'} in place of {len(used)}, "
+        if len(chosen) != len(used)
+        else ""
+    )
+    return found, f"{count}on {where}" + (f"; left out: {'; '.join(why)}" if why else "")
 
 
 def _uuids(gpu: GpuView) -> set[str]:

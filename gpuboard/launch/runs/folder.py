@@ -114,6 +114,13 @@ class RunView(msgspec.Struct, frozen=True):
     former: list[FormerPlace] = []  # oldest first; empty: no restart has used other GPUs
 
     @property
+    def last_places(self) -> dict[int, str]:
+        """Where each rank of any attempt ran last, as ``gpu02:1``; by rank."""
+        former = {place.rank: f"{place.node}:{place.index}" for place in self.former}
+        found = former | {rank.rank: f"{rank.node}:{rank.index}" for rank in self.ranks}
+        return dict(sorted(found.items()))
+
+    @property
     def newest(self) -> list[VerdictView]:
         """The verdicts of the newest attempt that has any."""
         last = max((verdict.attempt for verdict in self.verdicts), default=0)
