@@ -79,7 +79,7 @@ class LogScreen(BoardScreen):
 
     def on_mount(self) -> None:
         """Show the end of both streams and follow them."""
-        self._far = self.board.core.runbook.far(self._entry.view.id)
+        self._far = self.board.core.runbook.far(self._entry)
         self._open()
         self.set_interval(_POLL_S if self._far is None else self._far.poll_s, self._poll)
         self.set_interval(_STATE_S, self._look)

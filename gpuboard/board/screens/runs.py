@@ -351,7 +351,7 @@ class RunsScreen(FilteredScreen):
 
     def _reached(self, entry: RunEntry, command: str) -> RunAccess | None:
         """Return a run for a request; None, with a notification, where none of the board's nodes is its head's host."""
-        access = self.board.core.runbook.access(entry.view.id)
+        access = self.board.core.runbook.access(entry)
         if access is None:
             host, run = clean(entry.view.head.host), entry.view.id
             words = (

@@ -11,11 +11,11 @@ import msgspec
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
-from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.errors import GpuboardError, NoNodeReached, UsageError
 from gpuboard.launch.runs.access import LocalRun, RunAccess
 from gpuboard.launch.runs.folder import note
 from gpuboard.launch.runs.index import DETAIL_FILES, TAIL, Runbook, RunDetail, RunEntry, read_detail
-from gpuboard.launch.runs.remote import NodeRuns, RemoteRun, SharedRun, node_of
+from gpuboard.launch.runs.remote import NodeRuns, RemoteRun, node_of
 from gpuboard.model.text import clean
 from gpuboard.transport.connector import Connector
 
@@ -87,13 +87,13 @@ class ClusterRunbook(Runbook):
         """Ask these nodes for their runs where the last answer is old, in the background; ``now``: all of them."""
         at = time.monotonic()
         with self._guard:
-            for name in names:
+            for name in () if self._closed else names:
                 place = self._place(name)
-                if place is None or place.busy or self._closed:
+                if place is None:
                     continue
                 if now:
                     place.list_due = place.due = 0.0
-                if place.due <= at:
+                if place.due <= at and not place.busy:
                     place.busy = True
                     threading.Thread(target=self._ask, args=(name, place), name=f"runs-{name}", daemon=True).start()
 
@@ -111,8 +111,9 @@ class ClusterRunbook(Runbook):
 
     def detail(self, run: str) -> RunDetail:
         """Return the details of a run; of one on another node as soon as that has given them."""
-        place = self._place_of(self.one(run))
-        if place is None:
+        entry = self.one(run)
+        place = self._place_of(entry)
+        if entry is None or place is None or not entry.far:
             return super().detail(run)
         self._wanted = run
         if run not in place.details and not place.unread:
@@ -120,27 +121,17 @@ class ClusterRunbook(Runbook):
             self.look([place.runs.node.name])
         return place.details.get(run, _NOT_READ)
 
-    def access(self, run: str) -> RunAccess | None:
+    def access(self, entry: RunEntry) -> RunAccess | None:
         """Return a run for requests to its head; None where that is on a host that is none of the nodes."""
-        here = super().one(run)
-        entry = self.one(run)
-        if entry is None or not (here is None or _in_doubt(here)):
-            return None if entry is None else LocalRun(self._env, entry.view)
+        if entry.read_s is None and not _in_doubt(entry):
+            return LocalRun(self._env, entry.view)
         place = self._place_of(entry)
-        if place is None:
-            return None
-        remote = RemoteRun(place.runs, run)
-        if here is None or here.view.node is not None:
-            return remote
-        return SharedRun(remote, LocalRun(self._env, here.view))
+        return None if place is None else RemoteRun(place.runs, entry.view.id)
 
-    def far(self, run: str) -> RemoteRun | None:
+    def far(self, entry: RunEntry) -> RemoteRun | None:
         """Return how to read the files of a run that this host has not; None where it has them."""
-        here = super().one(run)
-        if here is not None and here.view.node is None:
-            return None
-        place = self._place_of(self.one(run))
-        return None if place is None else RemoteRun(place.runs, run)
+        place = self._place_of(entry) if entry.far else None
+        return None if place is None else RemoteRun(place.runs, entry.view.id)
 
     def close(self) -> None:
         """End every connection."""
@@ -154,7 +145,8 @@ class ClusterRunbook(Runbook):
 
     def _joined(self, here: dict[str, RunEntry], only: str | None) -> dict[str, RunEntry]:
         """Return the runs of this host, and those of the nodes (or ``only`` one) as their nodes last gave them."""
-        found = dict(here)
+        found = {run: msgspec.structs.replace(e, far=True) if e.view.node else e for run, e in here.items()}
+        noted = {run for run, entry in here.items() if entry.view.node is not None}
         now = time.monotonic()
         with self._guard:
             places = dict(self._places)
@@ -162,7 +154,7 @@ class ClusterRunbook(Runbook):
             for run in place.entries if only is None else [only]:
                 entry, known = place.entry(run, now), found.get(run)
                 if entry is not None and (known is None or _certainty(entry) > _certainty(known)):
-                    found[run] = entry
+                    found[run] = msgspec.structs.replace(entry, far=run in noted or run not in here)
         due = {name for name, place in places.items() if place.live}
         for run, entry in here.items():
             if not _in_doubt(entry) or (node := self._node_of(entry)) is None:
@@ -170,8 +162,8 @@ class ClusterRunbook(Runbook):
             newest = found[run]
             if entry.live and newest.live:
                 due.add(node.name)
-            if newest is entry:
-                found[run] = self._waiting(entry, places.get(node.name))
+            if newest.read_s is None:
+                found[run] = self._waiting(newest, places.get(node.name))
             elif entry.view.node is not None and newest.view.state != entry.view.state and not newest.elsewhere:
                 note(self._env, newest.view)
         self.look(due)
@@ -215,8 +207,13 @@ class ClusterRunbook(Runbook):
             if (may := self._permitted(name)) is not None:
                 place.runs.permit(may)
             entries = self._entries(place, listed=listed)
-            wanted = self._wanted
-            if wanted in entries and (entries[wanted].live or wanted not in place.details or wanted in place.live):
+            wanted, before = self._wanted, place.entries.get(self._wanted)
+            if wanted in entries and (
+                listed
+                or wanted not in place.details
+                or before is None
+                or before.view.state != entries[wanted].view.state
+            ):
                 place.details = {wanted: _detail(RemoteRun(place.runs, wanted))}
         except GpuboardError as error:
             unread = clean(str(error).removeprefix(f"{name}: "), 300)
@@ -256,7 +253,16 @@ def _certainty(entry: RunEntry) -> tuple[bool, bool, bool]:
 
 
 def _detail(run: RemoteRun) -> RunDetail:
-    """Return the details of a run on a node. Raises GpuboardError."""
+    """Return the details of a run on a node, without those of files that cannot be read. Raises NoNodeReached."""
+    try:
+        return read_detail(_files(run))
+    except NoNodeReached:
+        raise
+    except GpuboardError:
+        return _NOT_READ
+
+
+def _files(run: RemoteRun) -> dict[str, bytes]:
     sizes: Collection[tuple[str, int]] = run.sizes(DETAIL_FILES).items()
     starts = {name: max(0, size - TAIL) if name == "head.log" else 0 for name, size in sizes}
     files = dict.fromkeys(starts, b"")
@@ -265,4 +271,4 @@ def _detail(run: RemoteRun) -> RunDetail:
             files[name] += data
     if starts.get("head.log"):
         files["head.log"] = files["head.log"].partition(b"\n")[2]
-    return read_detail(files)
+    return files

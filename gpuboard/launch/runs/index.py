@@ -32,6 +32,7 @@ class RunEntry(msgspec.Struct, frozen=True):
     elsewhere: bool  # its head is on another host, where it cannot be checked now
     read_s: float | None = None  # seconds since its node gave this state; None: this host gives it
     unread: str = ""  # why its node gives no newer one
+    far: bool = False  # its files are on that node only
 
     @property
     def live(self) -> bool:
