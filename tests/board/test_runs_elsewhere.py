@@ -18,7 +18,7 @@ from gpuboard.board.screens.logs import LogScreen
 from gpuboard.board.screens.runs import RunsScreen, StopConfirm
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
-from gpuboard.launch.runs import elsewhere
+from gpuboard.launch.runs.elsewhere import RunbookTiming
 from gpuboard.launch.runs.folder import note, runs_dir
 from tests.board import lab, made
 from tests.board.test_runs import keep, view
@@ -30,10 +30,8 @@ FAR = Node("far01", "far01")
 
 
 @pytest.fixture
-def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sshd]:
-    """The node far01, whose state folder is that of a launch in ``tmp_path``; looked at twice a second."""
-    monkeypatch.setattr(elsewhere, "LIVE_S", 0.5)
-    monkeypatch.setattr(elsewhere, "REST_S", 2.0)
+def far(tmp_path: Path) -> Iterator[Sshd]:
+    """The node far01, whose state folder is that of a launch in ``tmp_path``."""
     sshd = Sshd(tmp_path / "sshd", extra=f"SetEnv XDG_STATE_HOME={tmp_path}/state\n")
     sshd.host("far01")
     yield sshd
@@ -45,6 +43,7 @@ async def opened(folder: Path, sshd: Sshd, *nodes: Node) -> AsyncIterator[tuple[
     """The board of another host at its runs."""
     settings = Settings(ssh_config=str(sshd.ssh_config))
     async with made.still(folder, made.scene(), nodes=nodes, settings=settings) as (app, pilot):
+        app.core.runbook.timing = RunbookTiming(live_s=0.5, rest_s=2.0)
         await pilot.press("u")
         await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen) and "Reading runs" not in lab.screen(app))
         yield app, pilot

@@ -123,14 +123,24 @@ def test_a_lease_of_the_shell_is_kept_from_the_node_too_while_the_run_goes_on(la
     files = [path for name in ("gpu01", "gpu02") for path in lab[name].path("/var/tmp").glob(f"gpuboard.GPU-*.{lease}")]
     assert len(files) == 2
     for path in files:
-        os.utime(path, (time.time() - 60, time.time() - 60))
+        os.utime(path, (time.time() - 20, time.time() - 20))
     gpu01.run(["gpuboard", "leases"], check=True)  # it starts the keeper again, from its record
-    until(lambda: all(time.time() - path.stat().st_mtime < 50 for path in files), "a heartbeat", 60)
+    until(lambda: all(time.time() - path.stat().st_mtime < 15 for path in files), "a heartbeat", 60)
 
     put(gpu01, "end", "")
     until(lambda: run_state(gpu01, run)["state"] == "done", "the run ends", 60)
     until(lambda: not kept(gpu01), "its node's keeper forgets the lease", 60)
     assert len(claims(lab)) == 2, "the lease is not released by a run that has not reserved it"
+
+    gpu01.run(["rm", "end"], check=True)
+    for path in files:
+        os.utime(path)  # no keeper has the lease now: it expires after 90 s
+    done = gpu01.run([*words[:-1], "--lease", lease, words[-1]])  # the head is on the node where it is typed
+    assert f"lease {lease} gets its heartbeats from gpu01, too" in done.stderr
+    assert (done.returncode, kept(gpu01)) == (0, [lease])
+    gpu01.run(["gpuboard", "stop", "last"], check=True)
+    until(lambda: not kept(gpu01), "the keeper forgets the lease again", 60)
+    assert len(claims(lab)) == 2
 
 
 def test_until_it_is_detached_a_run_on_other_nodes_ends_with_its_command(lab: Cluster) -> None:

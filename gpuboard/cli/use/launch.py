@@ -237,6 +237,12 @@ def _launch(
             known = [*used, *(node for node in spare if node not in used)]
             config = HeadConfig(decided, known, context.settings, warnings, file, whole_lease=lease)
             return lead_elsewhere(config, context, screen, outcome, detaching)
+        if detaching is not None and detaching.reserved is None:
+            from gpuboard.launch.detached.heartbeats import share, shared_record
+
+            record = shared_record(lease or rank_map, list(nodes.values()), context.settings)
+            if record is not None:
+                share(record, context.env, used[0].name, report)
         code, in_logs = lead(
             decided,
             nodes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +14,13 @@ from gpuboard.cli.use.detached import detached_run
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import client as keeper
-from gpuboard.keeper.client import KeptNode, LeaseRecord
+from gpuboard.keeper.client import LeaseRecord
+from gpuboard.launch.detached.heartbeats import shared_record
 from gpuboard.launch.detached.process import DetachingHead
 from gpuboard.launch.detached.remote import HeadConfig, RemoteHead
 from gpuboard.launch.output import LineSplitter, Screen
 from gpuboard.launch.runs.folder import note
 from gpuboard.model.decoding import from_json
-from gpuboard.model.rankmap import RankMap
-from gpuboard.model.units import parse_duration
 from gpuboard.transport.connector import Connector
 
 SLURM_REFUSED = (
@@ -109,28 +107,12 @@ def _lease(
     from both on the nodes that the run may use.
     """
     if detaching.reserved is None:
-        return _shared(config.whole_lease or config.plan.rank_map, context, nodes)
+        shared = shared_record(config.whole_lease or config.plan.rank_map, nodes, context.settings)
+        return None if shared is None else shared.plain()
     record = keeper.record_of(detaching.reserved, context.env)
     if record is None:
         raise GpuboardError(f"lease {detaching.reserved} has no keeper any more; no rank was started")
     return _handed(record, nodes).plain()
-
-
-def _shared(rank_map: RankMap, context: Context, nodes: Sequence[Node]) -> dict[str, Any] | None:
-    """Return the record of a lease that was reserved before; None without one, and for a Slurm job."""
-    if rank_map.lease is None or rank_map.job is not None:
-        return None
-    settings, uuids = context.settings, defaultdict[str, list[str]](list)
-    for rank in rank_map.ranks:
-        uuids[rank.node].append(rank.uuid)
-    kept = [
-        KeptNode(node.name, uuids[node.name], node.host, node.claims_dir or settings.claims_dir, node.simulate)
-        for node in nodes
-        if node.name in uuids
-    ]
-    until_s = parse_duration(settings.max_lease)  # the nodes end it at its own time
-    record = keeper.record(rank_map.lease, kept, msgspec.to_builtins(settings), None, until_s, shared=True)
-    return record._replace(until=until_s).plain()
 
 
 def _handed(record: LeaseRecord, nodes: Sequence[Node]) -> LeaseRecord:

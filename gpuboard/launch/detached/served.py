@@ -17,7 +17,8 @@ import msgspec
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.holder import identify
-from gpuboard.keeper.record import LeaseRecord, decode
+from gpuboard.keeper.record import decode
+from gpuboard.launch.detached.heartbeats import share
 from gpuboard.launch.detached.remote import FromHead, HeadConfig, unpacked
 from gpuboard.launch.output import Screen
 from gpuboard.launch.parent_watch import Lifeline
@@ -53,11 +54,10 @@ class ServedHead:
         if self.config.lease is None:
             return
         record = decode(self.config.lease)
-        me = identify(os.getpid())
-        mine = keeper.record(record.lease, record.nodes, record.settings, me, record.until, shared=record.shared)
         if record.shared:
-            self._share(mine, env, report)
+            share(record, env, self.config.nodes[0].name, report)
             return
+        mine = keeper.record(record.lease, record.nodes, record.settings, identify(os.getpid()), record.until)
         try:
             handed = keeper.hand_over(mine, env)  # its first heartbeats have been sent
         except keeper.KeeperError as error:
@@ -71,18 +71,6 @@ class ServedHead:
         if not self._proceed.wait(_PROCEED_S):
             raise GpuboardError(f"the command did not give up lease {record.lease} within {_PROCEED_S:.0f} s")
         handed.confirm()
-
-    def _share(self, record: LeaseRecord, env: Mapping[str, str], report: Callable[[str], None]) -> None:
-        name, lease = self.config.nodes[0].name, record.lease
-        try:
-            keeper.hand_over(record, env).confirm()
-        except keeper.KeeperError as error:
-            report(
-                f"{name} cannot send heartbeats for lease {lease}: {error}\n  the lease depends on the host that "
-                "reserved it: if that is down for 90 s, the lease expires while the run goes on"
-            )
-        else:
-            report(f"lease {lease} gets its heartbeats from {name}, too, until the run or the lease ends")
 
     def leave(self, screen: Screen, message: bytes) -> None:
         """Leave the pipes to the command, after one line to it. In the main thread only."""

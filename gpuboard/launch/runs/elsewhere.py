@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -22,10 +22,15 @@ from gpuboard.transport.connector import Connector
 if TYPE_CHECKING:
     from gpuboard.cluster.snapshot.scheduler_monitor import Permitted
 
-LIVE_S = 5.0  # between two looks at the runs in progress of a node
-REST_S = 60.0  # between two lists of all runs of a node
-_SILENCE_S = 4 * REST_S  # without a call, after which the agent on a node ends
+_SILENCE_S = 240.0  # without a call, after which the agent on a node ends
 _NOT_READ = RunDetail([], [], None, {})
+
+
+class RunbookTiming(NamedTuple):
+    """How often nodes are asked, in seconds."""
+
+    live_s: float = 5.0  # for the runs in progress of a node
+    rest_s: float = 60.0  # for the list of all runs of a node
 
 
 class _Place:
@@ -73,6 +78,7 @@ class ClusterRunbook(Runbook):
         permitted: Callable[[str], Permitted | None],
     ) -> None:
         super().__init__(env)
+        self.timing = RunbookTiming()
         self._env = env
         self._settings = settings
         self._nodes = {name: node for name, node in nodes.items() if node.host is not None and node.simulate is None}
@@ -219,15 +225,17 @@ class ClusterRunbook(Runbook):
             unread = clean(str(error).removeprefix(f"{name}: "), 300)
         except Exception as error:  # a bug: shown beside the state that is known
             unread = clean(f"{type(error).__name__}: {error}", 300)
-        now = time.monotonic()
+        now, timing = time.monotonic(), self.timing
         with self._guard:
             place.entries, place.unread = entries, unread
             place.failures = place.failures + 1 if unread else 0
             if not unread:
                 place.read_at = now
-                place.list_due = began + REST_S if listed else place.list_due
-            pause_s = LIVE_S if place.live and not unread else REST_S
-            place.due = now + (min(REST_S, LIVE_S * 2**place.failures) if unread else pause_s)
+                place.list_due = began + timing.rest_s if listed else place.list_due
+            pause_s = timing.live_s if place.live else timing.rest_s
+            if unread:
+                pause_s = min(timing.rest_s, timing.live_s * 2**place.failures)
+            place.due = now + pause_s
             place.busy = False
         if not place.live:
             place.runs.disconnect()
