@@ -233,7 +233,7 @@ def counted_down(app: BoardApp, words: str) -> bool:
 async def test_without_runs_it_shows_how_to_start_one(tmp_path: Path) -> None:
     async with opened(tmp_path, (80, 24)) as (app, pilot, _):
         assert lab.shown(app, "No runs yet.", "x launches", "the best free GPUs.", "gpuboard launch --n 2 train.py")
-        await pilot.press("s", "o", "enter")
+        await pilot.press("s", "o", "enter", "a")
         assert isinstance(app.screen, RunsScreen)
         await pilot.press("escape")
         await lab.settle(pilot, lambda: not isinstance(app.screen, RunsScreen))
