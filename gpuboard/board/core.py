@@ -115,12 +115,12 @@ class Core:
     def close(self) -> None:
         """End every connection within half a second, hung ones included."""
         self._closed.set()
-        self.runbook.close()
         if self._recorder is not None:
             self._recorder.close()
         self.starter.close()
         self.operations.close()
         self.fleet.close()
+        self.runbook.close()
 
     def _watch(self, changed: Callable[[Scene], object]) -> None:
         while not self._closed.is_set():
