@@ -35,7 +35,8 @@ def run(channel: protocol.AgentChannel, config: "Dict[str, Any]") -> None:
 
         probe = Simulated(config["simulate"], str(config.get("node")), channel.fd_in)
     else:
-        probe = probes.Probe((channel.fd_in, channel.fd_out, channel.fd_noise))
+        fds = (channel.fd_in, channel.fd_out, channel.fd_noise)
+        probe = probes.Probe(fds, rates=bool(config.get("interval_s")))
     first = probe.start()  # before other imports: it takes longest
     node = _Node(channel, config, probe, first)
     try:
@@ -135,6 +136,9 @@ class _Node:
             self.channel.reply(call_id, {"processes": found})
         elif op == "signal":
             self._signal(call_id, args)
+        elif op == "look":
+            self.probe.look(args.get("uuid"))
+            self.channel.reply(call_id, {})
         elif op in self.claims.OPS:
             try:
                 self.channel.reply(call_id, self.claims.handle(op, args, self.folder))

@@ -133,6 +133,20 @@ class Sensors(msgspec.Struct, frozen=True, gc=False):
     fan: Count | None = None  # percent of its highest speed
     encoder: Count | None = None  # percent of the last sample period in which it ran
     decoder: Count | None = None
+    # Averages between two readings, in percent; GPM of Hopper and later.
+    sm_activity: Count | None = None  # of the SMs that had a warp
+    sm_occupancy: Count | None = None  # of the warps that the SMs can have
+    tensor_activity: Count | None = None  # of the time in which tensor cores worked, in any format
+    tensor_hmma: Count | None = None  # the same with 16-bit floats
+    tensor_imma: Count | None = None  # with integers
+    tensor_dmma: Count | None = None  # with FP64
+    dram_activity: Count | None = None  # of the memory's bandwidth
+    # Bytes per second, by the GPU; without GPM only while somebody looks at the GPU.
+    pcie_sent: Count | None = None
+    pcie_received: Count | None = None
+    nvlink_sent: Count | None = None  # all links
+    nvlink_received: Count | None = None
+    nvlink_max: Count | None = None  # of all active links, in each direction; only while somebody looks at the GPU
 
 
 class MigReading(msgspec.Struct, frozen=True, gc=False):

@@ -14,7 +14,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -76,6 +76,9 @@ class Gpu(msgspec.Struct, frozen=True):
     links: tuple[str, ...] = ()  # a peer's index, "switch", "hidden-switch" or "down", one entry per link
     levels: tuple[tuple[int, int], ...] = ()  # (peer's index, NVML topology level 0 to 50)
     mig: tuple[Mig, ...] | None = None  # None: MIG not supported; (): enabled, no devices
+    gpm: Mapping[int, float] | None = None  # GPM's metrics by number; None: not supported
+    throughput: tuple[int, int] = (0, 0)  # of PCIe in KB/s, sent and received
+    link_rates: tuple[int, int, int] = (0, 0, 0)  # of each active link: speed in MB/s, KiB/s sent and received
     xids: tuple[int, ...] = ()  # errors so far; a reader gets those that occur after it has registered for events
     trouble: tuple[str, ...] = ()  # "fault F CODE", "hang F", "slow F MS", "crash F"; F: a function or *
 
@@ -135,6 +138,9 @@ def _lines(gpu: Gpu, gpus: Sequence[Gpu]) -> list[str]:
         *("process " + " ".join(str(word) for word in process) for process in gpu.processes),
         *(f"sample {pid} {sm} {age_s * 1e6:.0f}" for pid, sm, age_s in gpu.samples),
         *(f"xid {code}" for code in gpu.xids),
+        *([] if gpu.gpm is None else ["gpm", *(f"metric {number} {value}" for number, value in gpu.gpm.items())]),
+        "throughput {} {}".format(*gpu.throughput),
+        "link_rates {} {} {}".format(*gpu.link_rates),
         *(f"level {peer} {level}" for peer, level in gpu.levels),
         *gpu.trouble,
     ]

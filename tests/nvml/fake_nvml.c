@@ -32,6 +32,7 @@ typedef struct { char kind; unsigned pid; unsigned long long memory; char mig[TE
 typedef struct { int gpu, number; char uuid[TEXT], name[TEXT]; unsigned gi, ci; unsigned long long total, used; } Mig;
 typedef struct { char remote[32]; int type; } Link;
 typedef struct { unsigned pid, sm; long long age_us; } Sample;
+typedef struct { unsigned id; double value; } Metric;
 
 typedef struct {
     int number, minor;
@@ -41,6 +42,8 @@ typedef struct {
     int remap, remap_pending, remap_failed, retired_pending, mig_mode;
     unsigned long long throttle;
     int links, procs, samples, migs, troubles, levels[MAX_GPUS], xids, xid[MAX_ITEMS];
+    int gpm, metrics, pcie_tx, pcie_rx, link_speed, link_tx, link_rx; /* throughput in KB/s, of each link in KiB/s */
+    Metric metric[MAX_ITEMS];
     Link link[MAX_ITEMS];
     Proc proc[MAX_ITEMS];
     Sample sample[MAX_ITEMS];
@@ -85,6 +88,12 @@ static void gpu_line(Gpu *g, const char *key, const char *rest) {
     else if (!strcmp(key, "numa")) g->numa = atoi(rest);
     else if (!strcmp(key, "xid") && g->xids < MAX_ITEMS) g->xid[g->xids++] = atoi(rest);
     else if (!strcmp(key, "mig_mode")) g->mig_mode = atoi(rest);
+    else if (!strcmp(key, "gpm")) g->gpm = 1;
+    else if (!strcmp(key, "metric") && g->metrics < MAX_ITEMS) {
+        Metric *m = &g->metric[g->metrics++];
+        sscanf(rest, "%u %lf", &m->id, &m->value); /* "nan" too */
+    } else if (!strcmp(key, "throughput")) sscanf(rest, "%d %d", &g->pcie_tx, &g->pcie_rx);
+    else if (!strcmp(key, "link_rates")) sscanf(rest, "%d %d %d", &g->link_speed, &g->link_tx, &g->link_rx);
     else if (!strcmp(key, "link") && g->links < MAX_ITEMS) {
         Link *l = &g->link[g->links++];
         sscanf(rest, "%31s %d", l->remote, &l->type);
@@ -431,6 +440,13 @@ int nvmlDeviceGetRemappedRows(void *device, unsigned *corrected, unsigned *uncor
     return OK;
 }
 
+/* A counter of the rate times the time since the machine was booted. */
+static unsigned long long counted(int rate) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return rate * (now.tv_sec + now.tv_nsec / 1e9);
+}
+
 typedef struct { unsigned field, scope; int64_t at, latency; unsigned type, error; unsigned long long value; } Field;
 int nvmlDeviceGetFieldValues(void *device, int count, Field *fields) {
     GPU(device)
@@ -443,6 +459,16 @@ int nvmlDeviceGetFieldValues(void *device, int count, Field *fields) {
             fields[i].value = g->recovery;
         }
 #endif
+        if (fields[i].field == 90 && g->link_speed > 0) { /* NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON */
+            fields[i].error = OK;
+            fields[i].value = g->link_speed;
+        }
+        if ((fields[i].field == 138 || fields[i].field == 139) && g->link_speed > 0) { /* ..._THROUGHPUT_DATA_TX, _RX */
+            int active = (int)fields[i].scope < g->links && strcmp(g->link[fields[i].scope].remote, "down");
+            fields[i].error = (int)fields[i].scope >= g->links ? INVALID : active ? OK : UNSUPPORTED;
+            fields[i].type = 3; /* unsigned long long */
+            if (active) fields[i].value = counted(fields[i].field == 138 ? g->link_tx : g->link_rx);
+        }
     }
     return OK;
 }
@@ -605,10 +631,61 @@ int nvmlDeviceGetMaxClockInfo(void *device, unsigned clock, unsigned *out) {
 
 int nvmlDeviceGetPcieThroughput(void *device, unsigned counter, unsigned *out) {
     GPU(device)
-    (void)counter;
-    *out = 0;
+    if (counter > 1) return INVALID;
+    int found = counter ? g->pcie_rx : g->pcie_tx;
+    if (mig_of(device) || g->mig_mode > 0 || found < 0) return UNSUPPORTED;
+    *out = found;
     return OK;
 }
+
+#ifndef OLD_DRIVER
+/* GPM, of Hopper and later: the metrics of the second sample, when both are of one GPU and in order. */
+typedef struct { int gpu; double at; int metrics; Metric metric[MAX_ITEMS]; } GpmSample;
+typedef struct { unsigned version, supported; } GpmSupport;
+typedef struct { unsigned id; int error; double value; const char *names[3]; } GpmMetric;
+typedef struct { unsigned version, count; GpmSample *first, *second; GpmMetric metric[]; } GpmRequest;
+
+int nvmlGpmQueryDeviceSupport(void *device, GpmSupport *out) {
+    GPU(device)
+    if (out->version != 1) return 25;
+    out->supported = g->gpm;
+    return OK;
+}
+int nvmlGpmSampleAlloc(GpmSample **out) {
+    if (!initialized) return UNINITIALIZED;
+    int e = enter(-1, __func__);
+    if (!e) (*out = calloc(1, sizeof **out))->gpu = -1;
+    return e;
+}
+int nvmlGpmSampleFree(GpmSample *sample) { free(sample); return OK; }
+int nvmlGpmSampleGet(void *device, GpmSample *sample) {
+    GPU(device)
+    if (!sample) return INVALID;
+    if (!g->gpm || mig_of(device) || g->mig_mode > 0) return UNSUPPORTED;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    sample->gpu = number;
+    sample->at = now.tv_sec + now.tv_nsec / 1e9;
+    sample->metrics = g->metrics;
+    memcpy(sample->metric, g->metric, sizeof g->metric);
+    return OK;
+}
+int nvmlGpmMetricsGet(GpmRequest *request) {
+    if (!initialized) return UNINITIALIZED;
+    int e = enter(-1, __func__);
+    if (e) return e;
+    if (request->version != 1) return 25;
+    GpmSample *first = request->first, *second = request->second;
+    if (!first || !second || first->gpu < 0 || first->gpu != second->gpu || first->at >= second->at) return INVALID;
+    for (unsigned i = 0; i < request->count; i++) {
+        GpmMetric *m = &request->metric[i];
+        m->error = UNSUPPORTED;
+        for (int k = 0; k < second->metrics; k++)
+            if (second->metric[k].id == m->id) m->error = OK, m->value = second->metric[k].value;
+    }
+    return OK;
+}
+#endif
 
 int nvmlDeviceGetDisplayMode(void *device, unsigned *out) {
     GPU(device)

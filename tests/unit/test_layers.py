@@ -15,6 +15,7 @@ AGENT = sorted((ROOT / "gpuboard" / "agent").rglob("*.py"))
 # Which module of the agent may open which door; torch is there because the ranks' own interpreters have it.
 DOORS = {
     "nvml/reader.py": {"pynvml"},
+    "nvml/activity.py": {"pynvml"},
     "rank/worker.py": {"torch"},
     "rank/recorder.py": {"torch"},
     "rank/store.py": {"torch"},
@@ -37,7 +38,7 @@ def test_the_agent_imports_the_standard_library_and_itself(path: Path) -> None:
 @pytest.mark.parametrize(
     ("library", "doors"),
     [
-        ("pynvml", {"agent/nvml/reader.py"}),
+        ("pynvml", {"agent/nvml/reader.py", "agent/nvml/activity.py"}),
         ("asyncssh", {f"transport/ssh/{name}.py" for name in ("asyncssh", "asyncssh_config")}),
         ("paramiko", {f"transport/ssh/{name}.py" for name in ("paramiko", "paramiko_login")}),
         ("ClusterShell", {"nodesets.py"}),

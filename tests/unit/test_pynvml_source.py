@@ -36,10 +36,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[CodeType, ModuleType]:
 
 def test_what_the_agent_uses_is_sent_with_all_that_it_needs(sent: tuple[CodeType, ModuleType]) -> None:
     code, module = sent
-    reader = bundle.sources("launch")["gpuboard.agent.nvml.reader"]
-    code_of_reader = reader.partition('"""\n')[2]
-    assert len(re.findall(r"\bpynvml\b(?!\.[A-Za-z])", code_of_reader)) == 1, "its import; all else names what it uses"
-    assert {name for name in re.findall(r"\bpynvml\.(\w+)", reader) if not hasattr(module, name)} == set()
+    for user in ("reader", "activity"):
+        source = bundle.sources("launch")[f"gpuboard.agent.nvml.{user}"]
+        outside = source.partition('"""\n')[2]
+        assert len(re.findall(r"\bpynvml\b(?!\.[A-Za-z])", outside)) == 1, "its import; all else names what it uses"
+        assert {name for name in re.findall(r"\bpynvml\.(\w+)", source) if not hasattr(module, name)} == set()
     named = {name for part in codes(code) for name in part.co_names}
     assert {name for name in named if hasattr(pynvml, name) and not hasattr(module, name)} == set()
     errors = {name for name in dir(pynvml) if name.startswith(("NVML_ERROR", "NVMLError"))}

@@ -12,7 +12,7 @@ import signal
 import time
 
 from gpuboard.agent.nvml.process import NvmlProcess, spawn
-from gpuboard.agent.nvml.terms import XIDS, pause_s
+from gpuboard.agent.nvml.terms import NO_GPU, RATES, XIDS, pause_s
 
 MYPY = False
 if MYPY:
@@ -26,6 +26,7 @@ RETRY_S = (5.0, 60.0)  # back-off: first and longest wait
 RELAPSE_S = 120.0  # a GPU that hangs again within this time continues its back-off
 FRESH_S = 60.0  # while a GPU fails, NVML is restarted at this interval
 XIDS_KEPT = 8  # newest errors kept per GPU
+LOOK_S = 15.0  # what a call of `look` asks for is measured for this long
 HANGING_S = 3.0  # added to the first answer's deadline once NVML has started: a GPU may hang on a busy node
 SMI_S = 5.0  # added to the deadline for nvidia-smi
 _EARLY_S = 0.25  # a pass may start this early, to stay aligned with the ticks
@@ -58,8 +59,9 @@ class Probe:
     changes with the static facts. ``error``: why NVML as a whole fails.
     """
 
-    def __init__(self, keep_out: "Tuple[int, ...]" = ()) -> None:
+    def __init__(self, keep_out: "Tuple[int, ...]" = (), *, rates: bool = False) -> None:
         self.keep_out = keep_out  # descriptors to close in NVML processes: the connection's
+        self.rates = rates  # whether every pass but the first measures them
         self.source: "Source" = "nvml"
         self.slow_s = 0.0  # added to the usual deadlines
         self.period_s = 0.0  # shortest period of passes by tick; calls of `read` are exempt
@@ -84,11 +86,12 @@ class Probe:
         self._facts: "Dict[int, Dict[str, Any]]" = {}
         self._values: "Dict[int, Tuple[Dict[str, Any], float]]" = {}
         self._xids: "Dict[str, List[Dict[str, Any]]]" = {}  # by UUID, newest first; outlives the NVML process
-        self._skip_xids = False  # listening for them hung or crashed the driver
+        self._without: "Set[int]" = set()  # of XIDS and RATES, what hung or crashed the driver
+        self._looked: "Tuple[Optional[str], float]" = (None, 0.0)  # UUID, until when (monotonic)
 
     def start(self) -> int:
         """Start the NVML process, which begins with a pass; return the number of that pass."""
-        self._main = self._spawn(set(self.stuck) | ({XIDS} if self._skip_xids else set()), None)
+        self._main = self._spawn(set(self.stuck) | self._without, None)
         self._started += 1
         self._began = time.monotonic()
         self._again = False  # this pass serves earlier requests
@@ -118,8 +121,17 @@ class Probe:
             return self._started + 1
         self._started += 1
         self._began = time.monotonic()
-        self._main.ask(self._began)
+        uuid, until = self._looked
+        if self._began >= until:
+            self._main.ask(self._began, self.rates, NO_GPU)
+        else:
+            looked = [k for k, fact in self._facts.items() if fact["uuid"] == uuid]
+            self._main.ask(self._began, True, looked[0] if looked else NO_GPU)
         return self._started
+
+    def look(self, uuid: "Optional[str]") -> None:
+        """Measure rates for LOOK_S, and the throughput of this GPU; it takes the place of the last one."""
+        self._looked = (uuid, time.monotonic() + LOOK_S)
 
     def resting(self, now: float) -> bool:
         """Return whether a tick should request no pass yet: nvidia-smi is too expensive to run at every tick."""
@@ -266,9 +278,10 @@ class Probe:
             added = [{"code": code, "at": round(at, 3)} for code, at in reversed(new)]
             self._xids[uuid] = (added + self._xids.get(uuid, []))[:XIDS_KEPT]
 
-    def _do_without_xids(self) -> None:
-        self._skip_xids = True
-        self._xids = {}
+    def _do_without(self, what: int) -> None:
+        self._without.add(what)
+        if what == XIDS:
+            self._xids = {}
         self.start()
 
     def _main_hangs(self, at: "Optional[int]", stalled_s: float, now: float) -> None:
@@ -280,8 +293,8 @@ class Probe:
             self._hangs_in_start = killed_pid
             self._retry_later(now)
             return
-        if at == XIDS:
-            self._do_without_xids()
+        if at in (XIDS, RATES):
+            self._do_without(at)
             return
         self._leave_out(at, killed_pid, "NVML hangs: a call on this GPU has not returned for %.0f s" % stalled_s, now)
 
@@ -297,8 +310,8 @@ class Probe:
         self._kill(child)
         if self.error is not None:
             self._retry_later(now)
-        elif at == XIDS:
-            self._do_without_xids()
+        elif at in (XIDS, RATES):
+            self._do_without(at)
         elif at is not None:  # it crashed in the driver's library
             self._leave_out(at, None, "NVML crashed while it read this GPU", now)
         else:

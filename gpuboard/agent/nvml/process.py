@@ -25,7 +25,7 @@ class NvmlProcess:
         self.pid = pid
         self.fd_in = fd_in
         self.fd_out = fd_out
-        self.mark = mark  # two shared bytes: the GPU being read, a counter of progress
+        self.mark = mark  # shared bytes, as in reader.serve
         self.born = now
         self.busy = True
         self.since = now  # when its progress mark last changed
@@ -53,7 +53,7 @@ class NvmlProcess:
         return now - self.since
 
     def at(self) -> "Optional[int]":
-        """Return the GPU it is reading (or XIDS), None between GPUs."""
+        """Return the GPU it is reading (or XIDS, RATES), None between GPUs."""
         return None if self.mark[0] == NO_GPU else self.mark[0]
 
     def receive(self) -> "Tuple[List[Any], bool]":
@@ -79,7 +79,9 @@ class NvmlProcess:
             del self._data[: 4 + size]
         return messages, ended
 
-    def ask(self, now: float) -> None:
+    def ask(self, now: float, rates: bool, looked: int) -> None:
+        """Request a pass, with ``rates`` and the throughput of GPU ``looked`` (or NO_GPU)."""
+        self.mark[2], self.mark[3] = rates, looked
         self.busy, self.since, self._cpu_s = True, now, None
         try:
             os.write(self.fd_out, b"r")
@@ -96,7 +98,7 @@ def spawn(now: float, close: "List[int]", skip: "Set[int]", only: "Optional[int]
 
     Raises OSError if no process can be started.
     """
-    mark = mmap.mmap(-1, 2)
+    mark = mmap.mmap(-1, 4)
     mark[0] = NO_GPU
     theirs_in, fd_out = os.pipe()
     fd_in, theirs_out = os.pipe()

@@ -1,4 +1,4 @@
-"""NVML through nvidia-ml-py, in a separate process; the only importer of pynvml. Reads only, sets nothing.
+"""NVML through nvidia-ml-py, in a separate process: with activity.py the only importer of pynvml. Sets nothing.
 
 The parent (monitor.py) never loads NVML: a call can hang for minutes, and then this process is killed or abandoned.
 Two pipes connect them: messages are marshal with a 4-byte length (both ends are the same Python), and a byte from the
@@ -23,11 +23,13 @@ import pynvml  # always by full names: only what these name is sent (gpuboard/tr
 
 from gpuboard.agent import proc
 from gpuboard.agent.nvml import terms
-from gpuboard.agent.nvml.terms import NO_GPU, XIDS
+from gpuboard.agent.nvml.terms import NO_GPU, RATES, XIDS
 
 MYPY = False
 if MYPY:
     from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+
+    from gpuboard.agent.nvml.activity import Activity
 
     Processes = List[Tuple[int, str, Optional[int]]]
 
@@ -46,8 +48,10 @@ _RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optional[int]") -> None:
     """Start NVML, send the facts and one pass, then a pass for every byte that arrives; end with ``fd_in``.
 
-    ``mark`` is two shared bytes: the GPU being read (or XIDS) and a counter of progress. GPUs in ``skip`` are never
-    touched; with ``only``, no other GPU is. With XIDS in ``skip`` it does not listen for errors.
+    ``mark`` is four shared bytes: the GPU being read (or XIDS, RATES) and a counter of progress; from the parent,
+    whether to measure rates, and the GPU whose throughput is measured too (or NO_GPU). GPUs in ``skip`` are never
+    touched; with ``only``, no other GPU is. With XIDS in ``skip`` it does not listen for errors, with RATES it measures
+    no rates.
     """
     try:
         reader = _Reader(mark)
@@ -69,8 +73,15 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     layout = dict(reader.layout)
     first = True
     xids: "Optional[_Xids]" = None
+    activity: "Optional[Activity]" = None
     while True:
         values = {k: reader.values(k) for k in wanted}
+        if mark[2] and RATES not in skip:
+            if activity is None:
+                from gpuboard.agent.nvml.activity import Activity  # late: never in the first pass
+
+                activity = Activity(mark, reader.handles)
+            activity.add({k: v for k, v in values.items() if "error" not in v and reader.layout[k] is None}, mark[3])
         if reader.layout != layout:  # MIG devices were created or removed: their facts change too
             layout = dict(reader.layout)
             for k in reader.handles:

@@ -81,6 +81,9 @@ class Simulated:
     def pids(self) -> "List[int]":
         return []
 
+    def look(self, uuid: "Optional[str]") -> None:
+        """Do nothing: every reading has all values."""
+
     def ask(self) -> int:
         self.done += 1
         return self.done
