@@ -169,6 +169,12 @@ def age_of(node: NodeView, gpu: GpuView) -> float | None:
     return None if node.age_s is None else node.age_s + gpu.delay_s
 
 
+def activity(gpu: GpuView, of: str) -> int | None:
+    """Return the activity of the SMs (``of`` "sm") or the tensor cores ("tensor") in percent; None: not reported."""
+    read = gpu.sensors
+    return None if read is None else read.sm_activity if of == "sm" else read.tensor_activity
+
+
 def _memory(place: Place, scene: Scene) -> float | None:
     used, total = place.gpu.memory_used, place.gpu.memory_total
     return None if used is None or not total else used / total
@@ -185,6 +191,8 @@ SORTS: Mapping[str, Callable[[Place, Scene], Any]] = {
     "model": lambda place, scene: natural(place.gpu.name),
     "memory": _memory,
     "utilization": lambda place, scene: place.gpu.utilization,
+    "sm": lambda place, scene: activity(place.gpu, "sm"),
+    "tensor": lambda place, scene: activity(place.gpu, "tensor"),
     "power": lambda place, scene: place.gpu.power,
     "temperature": lambda place, scene: place.gpu.temperature,
     "user": _user,

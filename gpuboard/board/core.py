@@ -34,6 +34,7 @@ _REST = 9  # pause after a scene, as a multiple of its CPU time: at most a tenth
 _REST_MOST_S = 1.0
 _FEW = 8  # nodes: so many are all asked for runs
 _FIND_RUNS_S = 10.0  # between two searches for the nodes that the user uses
+_LOOK_S = 5.0  # how often a node is asked again for the throughput of a GPU on show; it ends after 15 s
 _FIRST_S = 10.0  # after the start, nodes without a connection count as connecting for this long
 
 
@@ -72,6 +73,7 @@ class Core:
         self.runbook = ClusterRunbook(env, settings, self.nodes, self.fleet.permitted)
         self._found_runs = -_FIND_RUNS_S  # monotonic: when own nodes were looked for
         self.starter = Starter(nodes, env)
+        self._on_show: tuple[str, str] | None = None  # node and UUID, since the last scene
         self._connected = False
         self._closed = threading.Event()
         self._began = time.monotonic()
@@ -112,6 +114,10 @@ class Core:
             self._found_runs = now
             self.runbook.look(scene.own_nodes())
 
+    def look(self, node: str, uuid: str) -> None:
+        """Have the throughput of a GPU measured, which costs the node too much for all; call again with every scene."""
+        self._on_show = (node, uuid)
+
     def close(self) -> None:
         """End every connection within half a second, hung ones included."""
         self._closed.set()
@@ -123,6 +129,7 @@ class Core:
         self.runbook.close()
 
     def _watch(self, changed: Callable[[Scene], object]) -> None:
+        looked, look_at = self._on_show, 0.0
         while not self._closed.is_set():
             began = time.thread_time()
             try:
@@ -136,6 +143,10 @@ class Core:
                 nothing = LeaseList(schema=1, at=at, leases=[], unread=self.fleet.names)
                 scene = Scene(Snapshot(1, at, "", []), nothing, uids={}, banners=(clean(report(error, self.env)),))
             changed(scene)
+            on_show, self._on_show = self._on_show, None
+            if on_show is not None and (on_show != looked or time.monotonic() >= look_at):
+                looked, look_at = on_show, time.monotonic() + _LOOK_S
+                self.fleet.send(on_show[0], "look", {"uuid": on_show[1]})
             self._closed.wait(min(_REST_MOST_S, _REST * (time.thread_time() - began)))
             self.fleet.wait_change(_PACE_S)
 

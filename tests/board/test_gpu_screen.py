@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from textual.pilot import Pilot
 
@@ -249,7 +250,8 @@ async def test_a_real_gpu_that_is_lost_while_its_screen_is_open(
 ) -> None:
     script = tmp_path / "script"
     mine = ("compute", os.getpid(), 7 * GIB)
-    write_script(script, [Gpu(), Gpu(used=7 * GIB, utilization=80, processes=(mine,))])
+    first = Gpu(gpm={2: 85, 5: 61}, throughput=(5000, 7000))  # GPM without PCIe: from the counters
+    write_script(script, [first, msgspec.structs.replace(first, used=7 * GIB, utilization=80, processes=(mine,))])
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library()))
     monkeypatch.setenv("FAKE_NVML", str(script))
     core = make_core(
@@ -262,6 +264,8 @@ async def test_a_real_gpu_that_is_lost_while_its_screen_is_open(
         await settle(
             pilot, lambda: "Utilization  80 %" in screen(app) and "none while gpuboard was connected" in screen(app)
         )
+        await settle(pilot, lambda: "SM 85 %   tensor 61 %" in screen(app) and "in 7.0 MB/s" in screen(app))
+        assert [gpu.sensors and gpu.sensors.pcie_sent for gpu in core.scene().nodes["here"].gpus] == [None, 5_000_000]
         grid = app.screen.query_one("#processes", Grid)
         assert [row.key.split(":")[0] for row in grid._rows] == [str(os.getpid())]
         write_script(script, [Gpu(), Gpu(xids=(79,), trouble=(f"fault * {nvml.LOST}",))])

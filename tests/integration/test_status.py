@@ -50,6 +50,20 @@ def test_json_has_the_values_of_nvml(here: Here) -> None:
     assert (process["pid"], process["memory"], process["type"]) == (pid, 8 * GIB, "compute")
 
 
+def test_activity_is_measured_when_it_is_asked_for(here: Here) -> None:
+    here.gpus([Gpu(gpm={2: 85.4, 5: 61.0}), Gpu(), Gpu(gpm={2: 5.0, 5: 0.0})])
+    assert here.json("status", "--json")["nodes"][0]["gpus"][0]["sensors"]["sm_activity"] is None
+    found = here.json("status", "--json", "--filter", "sm>10")["nodes"]
+    assert [(gpu["index"], gpu["sensors"]["tensor_activity"]) for node in found for gpu in node["gpus"]] == [(0, 61)]
+    lines = here.run("status", "--columns", "gpu,sm,tensor", "--sort", "sm").stdout.splitlines()
+    assert [line.split() for line in lines[:4]] == [
+        ["GPU", "SM", "TENSOR"], ["2", "5%", "0%"], ["0", "85%", "61%"], ["1", "?", "?"],
+    ]  # fmt: skip
+    text = here.run("status", "--format", "csv", "--columns", "gpu,sm,tensor").stdout
+    assert text.splitlines()[0] == "gpu,mig_device,sm_activity_percent,tensor_activity_percent"
+    assert text.splitlines()[1] == "0,,85,61"
+
+
 def test_gpu_in_mig_mode_is_never_free_even_if_unreadable(here: Here) -> None:
     unreadable = ("fault nvmlDeviceGetMemoryInfo_v2 4", "fault nvmlDeviceGetComputeRunningProcesses_v3 4")
     here.gpus([Gpu(mig=(Mig("MIG-a"),)), Gpu(mig=(), trouble=unreadable)])

@@ -40,7 +40,7 @@ def completed(text: str) -> Completion:
         ("", ()),
         ("sta", ("state:",)),
         ("-STA", ("-state:",)),
-        ("te", ("temp>",)),
+        ("te", ("tensor<", "temp>")),
         ("state:fr", ("state:free",)),
         ("state:free", ()),
         ("state:busy,Re", ("state:busy,reserved",)),

@@ -18,6 +18,7 @@ from gpuboard.board.screens.node import node_lines
 from gpuboard.board.text.cells import width as cells_of
 from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.board.text.detail.graphs import Graph, GraphFrame, graphs
+from gpuboard.board.text.detail.sensors import sensor_lines
 from gpuboard.board.text.lines import Runs, named, wrapped
 from gpuboard.board.theme.styles import ASCII, UNICODE
 from gpuboard.model.gpu import Sensors
@@ -89,11 +90,40 @@ def test_readings_stand_side_by_side_where_there_is_room() -> None:
 
 def test_sensors_that_the_driver_does_not_report_are_named_in_one_line() -> None:
     one = gpu("n", 0, sensors=Sensors(performance_state=0, sm_clock=1755, sm_clock_max=1980, encoder=0, decoder=12))
-    assert text(gpu_lines.sensor_lines(one, 100)) == [
+    assert text(sensor_lines(one, UNICODE, 100)) == [
         "Sensors      SM clock 1755 of 1980 MHz, performance P0, encoder 0 %, decoder 12 %",
-        "Not reported memory clock, fan",
+        "Not reported memory clock, fan, activity, PCIe throughput",
     ]
-    assert [line[0][0] for line in gpu_lines.sensor_lines(gpu("n", 0), 100)] == ["Not reported "]
+    assert [line[0][0] for line in sensor_lines(gpu("n", 0), UNICODE, 100)] == ["Not reported "]
+
+
+def test_activity_and_throughput_have_bars_up_to_their_maximum() -> None:
+    full = Sensors(
+        sm_activity=50, sm_occupancy=25, tensor_activity=61, tensor_hmma=60, tensor_imma=0, dram_activity=100,
+        pcie_sent=1_258_291_200, pcie_received=31_504_000_000, nvlink_sent=8 * 10**9, nvlink_received=10**7,
+    )  # fmt: skip
+    one = gpu("n", 0, sensors=full, pcie_generation=1, pcie_generation_max=5, pcie_width=16, links={"GPU-n-1": 18})
+    assert text(sensor_lines(one, UNICODE, 120)) == [
+        "Activity     SM ━━━━────  50 %   occupancy ━━──────  25 %   tensor ━━━━━───  61 %   DRAM ━━━━━━━━ 100 %",
+        "             tensor cores by format: HMMA 60 %, IMMA 0 %",
+        "PCIe         ━━━━────  in 32 GB/s    out 1.3 GB/s   of 63 GB/s each way",
+        "NVLink       in 10 MB/s    out 8.0 GB/s",
+        "Not reported SM clock, memory clock, performance, fan, encoder, decoder",
+    ]
+    assert text(sensor_lines(one, UNICODE, 80))[0] == (
+        "Activity     SM  50 %   occupancy  25 %   tensor  61 %   DRAM 100 %"
+    )
+    names = [text(gpu_lines.readings(one, Samples(), GraphFrame(cells, 2, UNICODE)))[0] for cells in (60, 38, 25)]
+    assert [name.rstrip() for name in names] == [
+        "Utilization  0 %    SM 50 %   tensor 61 %",
+        "Utilization  0 %    SM 50 %",
+        "Utilization  0 %",
+    ]
+    without = msgspec.structs.replace(one, sensors=Sensors(nvlink_max=478 * 10**9))
+    assert text(sensor_lines(without, UNICODE, 200)) == [
+        "Not reported SM clock, memory clock, performance, fan, encoder, decoder, activity, PCIe throughput, "
+        "NVLink throughput"
+    ]
 
 
 def test_memory_shared_with_the_host_is_marked() -> None:

@@ -8,7 +8,7 @@ import time
 
 import pynvml  # always by full names: only what these name is sent (gpuboard/transport/pynvml_source.py)
 
-from gpuboard.agent.nvml.terms import RATES
+from gpuboard.agent.nvml.terms import RATE_SPAN_S, RATES
 
 MYPY = False
 if MYPY:
@@ -31,7 +31,6 @@ _METRICS = (  # field of Sensors, GPM's metric, factor from its unit: percent an
     ("nvlink_received", pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC, _MIB),
 )
 _ABSURD = 1e9  # metrics from here on, and NaN, are no measurement
-_LEAST_S = 0.4  # between two samples
 _SHARE = 0.002  # of a core, at most, for GPM's metrics of all GPUs: a driver that takes longer is asked less often
 _OLD_S = 20.0  # a counter read longer ago is no start of a rate
 
@@ -56,9 +55,10 @@ class Activity:
         """Add to the sensors of ``values``, by index: GPM's metrics, and all that is known of GPU ``looked``."""
         self.mark[0] = RATES
         if time.monotonic() >= self.due:
-            began, cpu = time.monotonic(), time.process_time()
+            began, cpu_s = time.monotonic(), time.process_time()
+            known = self.gpm.keys() >= values.keys()  # otherwise this round sets up GPM, which takes longer once
             self.found = {k: self._metrics(k) for k in values}
-            self.due = began + max(_LEAST_S, (time.process_time() - cpu) / _SHARE)
+            self.due = began + max(RATE_SPAN_S, (time.process_time() - cpu_s) / _SHARE if known else 0.0)
         for k, value in values.items():
             rates = dict(self.found.get(k, ()))
             if k == looked:

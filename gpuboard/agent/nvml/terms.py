@@ -10,6 +10,7 @@ if MYPY:
 NO_GPU = 255  # between GPUs
 XIDS = 254  # reading the errors of all GPUs
 RATES = 253  # measuring what GPUs do beyond utilization
+RATE_SPAN_S = 0.4  # shortest time over which that is measured
 
 # NVML_TOPOLOGY_* (INTERNAL 0 … SYSTEM 50) → the levels of NVIDIA's best-effort rule
 LEVELS = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}

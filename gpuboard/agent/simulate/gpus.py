@@ -193,14 +193,7 @@ class Simulated:
             "remap_pending": False,
             "remap_failed": False,
             "recovery_action": "none",
-            "sensors": {
-                "performance_state": 0,
-                "sm_clock": int(345 + 16.35 * utilization),
-                "sm_clock_max": 1980,
-                "memory_clock": 2619,
-                "encoder": 0,
-                "decoder": 0,
-            },
+            "sensors": self._sensors(gpu, utilization, wave),
             "xids": xids,
         }
         if gpu in self.mig:
@@ -208,6 +201,31 @@ class Simulated:
             found.update(processes=[], loads=[], utilization=None)  # a MIG parent has none
             found["memory_used"] = sum(device["memory_used"] for device in found["mig"])
         found.update(instead)
+        return found
+
+    def _sensors(self, gpu: str, utilization: int, wave: float) -> "Dict[str, Any]":
+        found = {
+            "performance_state": 0,
+            "sm_clock": int(345 + 16.35 * utilization),
+            "sm_clock_max": 1980,
+            "memory_clock": 2619,
+            "encoder": 0,
+            "decoder": 0,
+        }
+        model = self.description.get("model", "H100")
+        if gpu not in self.mig and any(name in model for name in ("H100", "H200", "B200")):  # those with GPM
+            moved = max(0, int(1e7 * utilization * (4 + wave)))  # bytes/s
+            found.update(
+                sm_activity=utilization * 88 // 100,
+                sm_occupancy=utilization * 41 // 100,
+                tensor_activity=max(0, int(utilization * 0.6 + 3 * wave)) if utilization else 0,
+                dram_activity=utilization * 47 // 100,
+                pcie_sent=moved // 4,
+                pcie_received=moved,
+            )
+            found["tensor_hmma"] = found["tensor_activity"]
+            if self.count > 1:
+                found.update(nvlink_sent=40 * moved, nvlink_received=41 * moved, nvlink_max=478000000000)
         return found
 
     def _mig_reading(self, device: str, t: float, at: float, since: "Dict[str, float]") -> "Dict[str, Any]":

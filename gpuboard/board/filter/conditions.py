@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
-from gpuboard.board.arrange import age_of
+from gpuboard.board.arrange import activity, age_of
 from gpuboard.board.filter.language import Key, Language
 from gpuboard.board.filter.matchers import ME, nodes, number, one_of, percent, size, text
 from gpuboard.board.scene import Scene
@@ -188,6 +188,9 @@ KEYS: Mapping[str, GpuKey] = {
     "free": _memory(_free, "free", "the memory free, free>40GiB"),
     "total": _memory(_total, "total", "the total memory, total>40GiB"),
     "util": _quantity(lambda node, gpu: gpu.utilization, percent, "a percentage", "util<10", "<"),
+    "sm": _quantity(lambda node, gpu: activity(gpu, "sm"), percent, "SMs at work in percent", "sm<10", "<"),
+    "tensor": _quantity(lambda node, gpu: activity(gpu, "tensor"), percent, "tensor cores at work in percent",
+                        "tensor<10", "<"),
     "temp": _quantity(lambda node, gpu: gpu.temperature, parse_number, "degrees Celsius", "temp>80", ">"),
     "power": _quantity(lambda node, gpu: gpu.power, _watts, "watts", "power>300", ">"),
     "age": _quantity(age_of, parse_duration, "how old the reading is", "age>5s", ">"),

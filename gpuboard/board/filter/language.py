@@ -64,10 +64,11 @@ class Key(Generic[P]):
 
 
 class Query(Generic[P]):
-    """A compiled filter. ``matches``: whether a row matches."""
+    """A compiled filter. ``matches``: whether a row matches. ``keys``: those in it."""
 
-    def __init__(self, text: str, predicates: tuple[Callable[P, bool], ...]) -> None:
+    def __init__(self, text: str, predicates: tuple[Callable[P, bool], ...], keys: frozenset[str]) -> None:
         self.text = text
+        self.keys = keys
         self._any = bool(predicates)
         self.matches: Callable[P, bool]
         if len(predicates) == 1:
@@ -103,7 +104,7 @@ class Language(Generic[P]):
             raise QueryError(f"more than {_SETS_MAX} nodesets; write several as one: gpu[1-4,7-9]", sets[-1].position)
         compiled = [self._compile(term) for term in terms]
         compiled.sort(key=lambda pair: pair[0])  # cheap tests first
-        return Query(text, tuple(predicate for _, predicate in compiled))
+        return Query(text, tuple(predicate for _, predicate in compiled), frozenset(term.key for term in terms))
 
     def valid_part(self, text: str, error: QueryError) -> Query[P]:
         """Return the query of the terms before the first invalid one; ``error``: that of ``text``."""

@@ -17,6 +17,7 @@ from gpuboard.board.history import History, is_current
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.board.text.detail.graphs import GraphFrame
+from gpuboard.board.text.detail.sensors import sensor_lines
 from gpuboard.board.text.lines import Runs, above, named, title
 from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_key, process_rows
 from gpuboard.board.theme.styles import Glyphs
@@ -26,7 +27,7 @@ from gpuboard.board.widgets.pane import Pane
 from gpuboard.model.units import format_duration
 
 _PLOT_LINES, _PLOT_LINES_MOST = 3, 10
-_REST = 30  # lines of the screen besides the graphs, seldom more
+_REST = 34  # lines of the screen besides the graphs, seldom more
 _PANEL_PLOT_LINES = (2, 6)  # at least, at most
 _PANEL_REST = 26  # lines that the panel needs besides, seldom more
 _PROCESSES = 12  # rows shown at once; more can be scrolled to
@@ -181,13 +182,14 @@ class GpuScreen(GraphScreen, ActingScreen):
             return
         old = known.old_s is not None
         span, glyphs = self.span, self.board.look.glyphs
+        self.board.core.look(place.node.name, self.uuid)
         samples = self.board.core.history.of(self.uuid, span)
         height = max(_PLOT_LINES, min(_PLOT_LINES_MOST, (self.size.height - _REST) // 2))
         self.query_one("#head", Pane).show(
             lambda width: [
                 *gpu_lines.head(place, scene, width),
                 gpu_lines.age_line(place.node, place.gpu),
-                *gpu_lines.sensor_lines(values.gpu, width),
+                *sensor_lines(values.gpu, glyphs, width, old=old),
             ]
         )
         self.query_one("#readings", Pane).show(

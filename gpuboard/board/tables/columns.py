@@ -25,6 +25,8 @@ COLUMNS = {
         Column("model", "Model", 12, drop=5),
         Column("memory", "Memory", BAR + 9),
         Column("utilization", "Util", 4, right=True),
+        Column("sm", "SM", 4, right=True, drop=6),
+        Column("tensor", "Tensor", 6, right=True, drop=6),
         Column("spark", "", SPARK, drop=6),
         Column("power", "Power", 5, right=True, drop=4),
         Column("temperature", "Temp", 5, right=True, drop=3),
@@ -41,6 +43,7 @@ COLUMNS = {
 ABOUT = {
     "node": "its name", "index": "the GPU's index on its node", "model": "without the maker's name",
     "memory": "used and in total", "utilization": "a kernel ran, in per cent of the time",
+    "sm": "SMs at work, in per cent (Hopper and later)", "tensor": "tensor cores at work, in per cent of the time",
     "spark": "utilization, the newest at the right", "power": "in watts", "temperature": "in degrees Celsius",
     "user": "who holds or uses it", "lease": "ids of its leases", "job": "ids of its jobs",
     "age": "of the reading; stale ones show it in the reason", "state": "with its letter and the worst flag",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from gpuboard.board.arrange import Group, age_of, key_of, users_of
+from gpuboard.board.arrange import Group, activity, age_of, key_of, users_of
 from gpuboard.board.arrange import Row as Item
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.tables.columns import BAR, SPARK, ColumnChoice, layout
@@ -109,6 +109,8 @@ class GpuTable(Grid):
                 return self._memory(gpu.memory_used, gpu.memory_total, gpu.state)
             case "utilization":
                 return known(percent(gpu.utilization))
+            case "sm" | "tensor":
+                return known(percent(activity(gpu, key)))
             case "spark":
                 return Cell(spark(self._utilization(gpu.uuid, SPARK), SPARK, self._look.glyphs), "dim")
             case "power":
@@ -153,7 +155,7 @@ class GpuTable(Grid):
                 return Cell(mig.profile)
             case "memory":
                 return self._memory(mig.memory_used, mig.memory_total, mig.state)
-            case "utilization" | "power" | "temperature":
+            case "utilization" | "sm" | "tensor" | "power" | "temperature":
                 return Cell("-", "dim")  # NVML does not have them of MIG devices
             case "user":
                 assert self._scene is not None  # as above

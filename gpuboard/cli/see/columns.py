@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gpuboard.board.arrange import age_of, users_of
+from gpuboard.board.arrange import activity, age_of, users_of
 from gpuboard.board.filter.conditions import ALIASES
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.format import reason_beside
@@ -161,6 +161,14 @@ def _short_model(device: DeviceRow) -> Cell:
     return Cell(clean(_model(device), 64).removeprefix("NVIDIA ").removeprefix("GeForce "))
 
 
+def _activity(of: str) -> StatusColumn:
+    return StatusColumn(
+        Column(of.upper(), right=True, least=4),
+        measured(lambda gpu: None if (value := activity(gpu, of)) is None else f"{value}%"),
+        {f"{of}_activity_percent": of_gpu(lambda gpu: activity(gpu, of))},
+    )
+
+
 COLUMNS: dict[str, StatusColumn] = {
     "node": StatusColumn(
         Column("NODE"), lambda d: Cell(clean(d.node.name, 64)),
@@ -191,6 +199,8 @@ COLUMNS: dict[str, StatusColumn] = {
         measured(lambda gpu: None if gpu.utilization is None else f"{gpu.utilization}%"),
         {"utilization_percent": of_gpu(lambda gpu: gpu.utilization)},
     ),
+    "sm": _activity("sm"),
+    "tensor": _activity("tensor"),
     "temp": StatusColumn(
         Column("TEMP", right=True, least=4),
         measured(lambda gpu: None if gpu.temperature is None else f"{gpu.temperature}°C"),
@@ -212,12 +222,14 @@ COLUMNS: dict[str, StatusColumn] = {
     ),
 }  # fmt: skip
 TABLE = ("node", "gpu", "model", "state", "user", "mem", "util", "temp", "power", "reason")
-CSV = tuple(name for name in COLUMNS if name not in {"free", "command"})  # a command line may hold a password
+MEASURED = {"sm", "tensor"}  # between two readings
+CSV = tuple(name for name in COLUMNS if name not in {"free", "command", *MEASURED})  # a command may hold a password
 # Columns cut or dropped (0) in a narrow terminal, in this order. Node, index and state always remain.
 STEPS = (
     ("command", 40), ("reason", 36), ("uuid", 16), ("model", 14), ("user", 16), ("age", 0), ("power", 0), ("temp", 0),
     ("model", 8), ("node", 16), ("user", 8), ("command", 16), ("reason", 20), ("uuid", 0), ("free", 0), ("job", 0),
-    ("lease", 0), ("flag", 0), ("model", 0), ("util", 0), ("command", 0), ("user", 0), ("reason", 12), ("mem", 0),
+    ("lease", 0), ("flag", 0), ("tensor", 0), ("sm", 0),
+    ("model", 0), ("util", 0), ("command", 0), ("user", 0), ("reason", 12), ("mem", 0),
     ("node", 8), ("reason", 4),
 )  # fmt: skip
 

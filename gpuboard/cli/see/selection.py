@@ -40,9 +40,12 @@ class Selection:
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises UsageError for an invalid filter, user or key."""
         self._tests: list[Matches] = []
+        self.keys: set[str] = set()  # of the filter and the order
         if args.filter:
             try:
-                self._tests.append(parse(args.filter).matches)
+                query = parse(args.filter)
+                self._tests.append(query.matches)
+                self.keys |= query.keys
             except QueryError as error:
                 raise UsageError(f"--filter: {error}") from None
         if args.user:
@@ -56,6 +59,7 @@ class Selection:
             name = named(key.strip(), SORT_KEYS, "--sort", "a key to sort by")
             if direction.strip().lower() not in {"", "asc", "desc"}:
                 raise UsageError(f"--sort: {quoted(direction.strip())} after the key; write {name} or {name},desc")
+            self.keys.add(name)
             self._view = ViewState(sort=SORT_KEYS[name], reverse=direction.strip().lower() == "desc")
 
     @property

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gpuboard.agent.nvml.terms import RATE_SPAN_S
 from gpuboard.board.scene import Scene
 from gpuboard.cli.context import Context
 from gpuboard.cli.csv_output import write
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.leases.composite import CompositeLedger
 
+_READ_S = 5.0  # deadline of further readings
 NAME = "status"
 HELP = "show every GPU: state, reason, memory, load, users"
 
@@ -71,6 +73,7 @@ class StatusOutput:
         self.kind = "json" if args.json else args.format
         default = columns.CSV if self.kind == "csv" else columns.TABLE
         self.names = columns.columns(args.columns) if args.columns else default
+        self.measures = not columns.MEASURED.isdisjoint({*self.names, *self.selection.keys})
         self._context = context
         if self.kind == "json" and (args.columns or args.sort):
             raise UsageError("--columns and --sort are for the table and CSV; JSON has every field, by node and index")
@@ -113,7 +116,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         return 0
     nodes = context.reach(context.nodes())
     if args.watch is None:
-        scene = read(nodes, context)
+        scene = read(nodes, context, measures=output.measures)
         output.show(scene)
         suggest_setup(nodes, scene.snapshot, context)
         return NoNodeReached.exit_code if no_node_reached(scene.snapshot) else 0
@@ -126,11 +129,23 @@ def run(args: argparse.Namespace, context: Context) -> int:
     return 0
 
 
-def read(nodes: Sequence[Node], context: Context) -> Scene:
-    """Read every node once; return the snapshot with its leases."""
+def read(nodes: Sequence[Node], context: Context, *, measures: bool = False) -> Scene:
+    """Read every node once; return the snapshot with its leases. ``measures``: with what takes two readings more."""
     with contextlib.closing(context.fleet(nodes)) as fleet, _ledger(nodes, context) as ledger:
         fleet.start()
-        return _scene(fleet, settled(fleet, context), ledger)
+        snapshot = settled(fleet, context)
+        return _scene(fleet, _measured(fleet, snapshot) if measures else snapshot, ledger)
+
+
+def _measured(fleet: Fleet, first: Snapshot) -> Snapshot:
+    """Return a snapshot with the activity of SMs and tensor cores, which is an average between two readings."""
+    names = [node.name for node in first.nodes if node.source == "nvml" and node.age_s is not None]
+    for name in names:
+        fleet.send(name, "look", {"uuid": None})
+    fleet.refresh(names, _READ_S)
+    time.sleep(RATE_SPAN_S + 0.1)
+    fleet.refresh(names, _READ_S)
+    return fleet.snapshot()
 
 
 def _ledger(nodes: Sequence[Node], context: Context) -> CompositeLedger:

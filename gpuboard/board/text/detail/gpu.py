@@ -9,14 +9,14 @@ from gpuboard.board.dialogs.request_form import local
 from gpuboard.board.history import Samples
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import fit
-from gpuboard.board.text.detail.graphs import Graph, GraphFrame, graphs
+from gpuboard.board.text.detail.graphs import Graph, GraphFrame, graph_width, graphs
 from gpuboard.board.text.detail.health import evidence
+from gpuboard.board.text.detail.sensors import beside_utilization
 from gpuboard.board.text.detail.topology import legend, matrix, neighbours
 from gpuboard.board.text.format import age, flag_role
 from gpuboard.board.text.gpu_row import RED_HOT
 from gpuboard.board.text.lines import NAME, Runs, named, wrapped
 from gpuboard.board.theme.styles import LETTERS
-from gpuboard.model.gpu import Sensors
 from gpuboard.model.links import SELF
 from gpuboard.model.snapshot import GpuView, NodeView, shown_flags
 from gpuboard.model.units import format_duration, format_size, ranges, seconds_of
@@ -31,6 +31,7 @@ FLAG_WORDS = {
 }
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 _CELL = 6  # of a matrix of links
+_PERCENT = 5  # cells of the longest percentage
 _MEMORY_WARN = 0.95  # part in use from which allocations are about to fail
 
 
@@ -79,24 +80,6 @@ def age_line(node: NodeView, gpu: GpuView) -> Runs:
     ]
 
 
-def sensor_lines(gpu: GpuView, width: int) -> list[Runs]:
-    """Return clocks, performance state, fan and video engines; in one line those that the driver does not report."""
-    read = gpu.sensors or Sensors()
-    clock = f"{read.sm_clock} of {read.sm_clock_max}" if read.sm_clock_max is not None else str(read.sm_clock)
-    values = {
-        "SM clock": None if read.sm_clock is None else f"{clock} MHz",
-        "memory clock": None if read.memory_clock is None else f"{read.memory_clock} MHz",
-        "performance": None if read.performance_state is None else f"P{read.performance_state}",
-        "fan": None if read.fan is None else f"{read.fan} %",
-        "encoder": None if read.encoder is None else f"{read.encoder} %",
-        "decoder": None if read.decoder is None else f"{read.decoder} %",
-    }
-    known = [f"{name} {words}" for name, words in values.items() if words is not None]
-    missing = [name for name, words in values.items() if words is None]
-    lines = named("Sensors", ", ".join(known), "", width) if known else []
-    return lines + (named("Not reported", ", ".join(missing), "dim", width) if missing else [])
-
-
 def readings(gpu: GpuView, samples: Samples, frame: GraphFrame) -> list[Runs]:
     """Return the four readings with their graphs over the span of ``frame``."""
     total = gpu.memory_total or 0
@@ -107,8 +90,10 @@ def readings(gpu: GpuView, samples: Samples, frame: GraphFrame) -> list[Runs]:
     memory = f"{format_size(gpu.memory_used)} of {format_size(gpu.memory_total)}"
     shared = ", the host's" if gpu.memory_shared else ""
     times, role = samples.times, gpu.state
+    beside = beside_utilization(gpu, graph_width(frame) - NAME - _PERCENT)
+    utilization = _unit(gpu.utilization, "%").ljust(_PERCENT if beside else 0) + beside
     shown = [
-        Graph("Utilization", _unit(gpu.utilization, "%"), times, samples.utilization, 100.0, role, peaks=samples.peak),
+        Graph("Utilization", utilization, times, samples.utilization, 100.0, role, peaks=samples.peak),
         Graph(
             "Memory",
             memory + shared,

@@ -51,10 +51,19 @@ class Graph(NamedTuple):
         return f"mean {self.words(sum(known) / len(known))}  peak {self.words(max(peaks, default=0.0))}"
 
 
+def graph_width(frame: GraphFrame) -> int:
+    """Return the cells of each of several graphs."""
+    return (frame.width - _GAP * (_columns(frame) - 1)) // _columns(frame)
+
+
+def _columns(frame: GraphFrame) -> int:
+    return 2 if frame.width >= _TWO_COLUMNS else 1
+
+
 def graphs(shown: Sequence[Graph], frame: GraphFrame) -> list[Runs]:
     """Return graphs with their names above, two side by side where they fit, and a time axis at the end."""
-    columns = 2 if frame.width >= _TWO_COLUMNS else 1
-    each = frame._replace(width=(frame.width - _GAP * (columns - 1)) // columns)
+    columns = _columns(frame)
+    each = frame._replace(width=graph_width(frame))
     drawn = [_lines(one, each) for one in shown]
     axis: Runs = [(time_axis(each.width, frame.glyphs, frame.span.seconds), "dim")]
     for one in drawn[-(len(drawn) % columns or columns) :]:
