@@ -39,7 +39,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as folder:
         script = Path(folder) / "nvml"
         pids = (os.getpid(), os.getppid())
-        gpu = Gpu(used=8 * GIB, utilization=50, processes=tuple(("compute", pid, 4 * GIB) for pid in pids))
+        gpm = dict.fromkeys((2, 3, 5, 7, 8, 9, 10, 20, 21, 60, 61), 50.0)  # all that the agent asks for, as of Hopper
+        gpu = Gpu(used=8 * GIB, utilization=50, processes=tuple(("compute", pid, 4 * GIB) for pid in pids), gpm=gpm)
         write_script(script, [gpu] * args.gpus)
         # For the agent, our child process: the loader reads the path when a process starts.
         os.environ["LD_LIBRARY_PATH"] = str(library())

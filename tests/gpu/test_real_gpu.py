@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.agent import Agent
 from tests.waiting import read_line
 
 pytestmark = pytest.mark.skipif(
@@ -68,6 +69,71 @@ def test_listening_for_xid_errors_disturbs_no_reading(tmp_path: Path) -> None:
         (None, True, False) for _ in node["gpus"]
     ]
     assert all(xid["code"] > 0 for gpu in node["gpus"] for xid in gpu["xids"] or ())
+
+
+# What nvidia-ml-py itself finds of each GPU: whether GPM and PCIe throughput are supported, and its active NVLinks.
+SUPPORTED = """
+import json
+import pynvml as n
+n.nvmlInit()
+def answer(call, *args):
+    try:
+        return call(*args)
+    except n.NVMLError:
+        return None
+found = []
+for k in range(n.nvmlDeviceGetCount()):
+    h = n.nvmlDeviceGetHandleByIndex(k)
+    mig = (answer(n.nvmlDeviceGetMigMode, h) or [0])[0] == 1
+    gpm = answer(n.nvmlGpmQueryDeviceSupport, h)
+    sample = answer(lambda: n.nvmlGpmSampleGet(h, n.nvmlGpmSampleAlloc()))
+    links = [link for link in range(n.NVML_NVLINK_MAX_LINKS) if answer(n.nvmlDeviceGetNvLinkState, h, link)]
+    found.append({
+        "gpm": not mig and gpm is not None and bool(gpm.isSupportedDevice) and sample is not None,
+        "pcie": not mig and answer(n.nvmlDeviceGetPcieThroughput, h, 0) is not None,
+        "links": [] if mig else links,
+    })
+print(json.dumps(found))
+"""
+
+
+def supported() -> list[dict[str, Any]]:
+    command = [sys.executable, "-c", SUPPORTED]
+    found: list[dict[str, Any]] = json.loads(
+        subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    )
+    return found
+
+
+def test_activity_is_measured_of_exactly_the_gpus_with_gpm() -> None:
+    with Agent(None, interval_s=1.0) as agent:
+        agent.reading(when=lambda reading: reading.seq >= 4)
+        reading = agent.reading()
+    for gpu, real in zip(reading.gpus, supported(), strict=True):
+        assert gpu.error is None and gpu.sensors is not None
+        percents = (gpu.sensors.sm_activity, gpu.sensors.sm_occupancy, gpu.sensors.tensor_activity)
+        assert [value is not None for value in percents] == [real["gpm"]] * 3
+        assert all(0 <= value <= 100 for value in percents if value is not None)
+        assert gpu.delay_s < 2
+
+
+def test_throughput_of_the_gpu_looked_at_is_within_its_links() -> None:
+    for k, real in enumerate(supported()):
+        with Agent(None, interval_s=1.0) as agent:
+            agent.reading()
+            assert agent.static is not None
+            fact = agent.static.gpus[k]
+            assert agent.call("look", uuid=fact.uuid) == {}
+            first = agent.reading().seq
+            gpu = agent.reading(when=lambda reading, first=first: reading.seq >= first + 3).gpus[k]  # type: ignore[misc]
+        read = gpu.sensors
+        assert gpu.error is None and read is not None
+        assert (read.pcie_sent is not None, read.pcie_received is not None) == (real["pcie"] or real["gpm"],) * 2
+        lanes = 16e9 * (fact.pcie_width_max or 16)  # more than any generation carries
+        assert all(value < lanes for value in (read.pcie_sent, read.pcie_received) if value is not None)
+        assert (read.nvlink_sent is None) or (read.nvlink_sent <= (read.nvlink_max or 2**50))
+        if real["links"]:
+            assert read.nvlink_max is not None and read.nvlink_max >= 10**9 * len(real["links"])
 
 
 def test_a_free_gpu_can_be_reserved_and_released(tmp_path: Path) -> None:

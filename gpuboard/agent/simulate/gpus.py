@@ -212,20 +212,24 @@ class Simulated:
             "encoder": 0,
             "decoder": 0,
         }
+        if gpu in self.mig:
+            return found
+        moved = max(0, int(1e7 * utilization * (4 + wave)))  # bytes/s
+        found.update(pcie_sent=moved // 4, pcie_received=moved)
+        links, island = self.description.get("links", (18, self.count))
+        if links and island > 1:
+            most = links * 25 * 10**9
+            found.update(nvlink_sent=35 * moved, nvlink_received=34 * moved, nvlink_max=most)
         model = self.description.get("model", "H100")
-        if gpu not in self.mig and any(name in model for name in ("H100", "H200", "B200")):  # those with GPM
-            moved = max(0, int(1e7 * utilization * (4 + wave)))  # bytes/s
+        if any(name in model for name in ("H100", "H200", "B200")):  # those with GPM
+            tensor = max(0, int(utilization * 0.6 + 3 * wave)) if utilization else 0
             found.update(
                 sm_activity=utilization * 88 // 100,
                 sm_occupancy=utilization * 41 // 100,
-                tensor_activity=max(0, int(utilization * 0.6 + 3 * wave)) if utilization else 0,
+                tensor_activity=tensor,
+                tensor_hmma=tensor,
                 dram_activity=utilization * 47 // 100,
-                pcie_sent=moved // 4,
-                pcie_received=moved,
             )
-            found["tensor_hmma"] = found["tensor_activity"]
-            if self.count > 1:
-                found.update(nvlink_sent=40 * moved, nvlink_received=41 * moved, nvlink_max=478000000000)
         return found
 
     def _mig_reading(self, device: str, t: float, at: float, since: "Dict[str, float]") -> "Dict[str, Any]":
