@@ -23,6 +23,7 @@ _SLACK_S = {"age_s": 0.1, "runtime_s": 2.0}
 
 _STEPS: dict[str, int] = {"cpu_percent": 1, "memory_used": 2**26, "load1": 1}  # of a node
 _GPU_STEPS: dict[str, int] = {"power": 1}
+_RATES = ("pcie_sent", "pcie_received", "nvlink_sent", "nvlink_received")  # of a GPU's sensors: kept to two digits
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -147,6 +148,10 @@ def _round(node: Tree) -> None:
         for key, step in steps.items():
             if tree[key] is not None:
                 tree[key] = type(tree[key])(round(tree[key] / step) * step)
+    for gpu in node["gpus"]:
+        for key in _RATES if gpu["sensors"] else ():
+            if (value := gpu["sensors"][key]) is not None:
+                gpu["sensors"][key] = round(value, 2 - len(str(value)))
 
 
 def _cut_commands(node: Tree) -> None:

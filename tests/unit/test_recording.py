@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuboard.errors import GpuboardError, UsageError
+from gpuboard.model.gpu import Sensors
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
 from gpuboard.model.units import iso
@@ -122,6 +123,15 @@ def test_every_frame_is_read_back(long: Path) -> None:
     recording = Recording(long)
     assert [plain(one) for one in recording.frames()] == [plain(one) for one in LONG]
     assert (recording.begin, recording.end, recording.incomplete) == (T0, T0 + 5 * 199, False)
+
+
+def test_throughput_is_kept_to_two_digits(tmp_path: Path) -> None:
+    exact = Sensors(sm_activity=85, pcie_sent=1_258_291_200, pcie_received=0, nvlink_sent=7, nvlink_max=478_116_000_000)
+    one = frame(0)
+    nodes = [replace(node, gpus=[replace(gpu, sensors=exact) for gpu in node.gpus]) for node in one.snapshot.nodes]
+    file = recorded(tmp_path / "rates.gz", [replace(one, snapshot=replace(one.snapshot, nodes=nodes))])
+    [kept] = Recording(file).frames()
+    assert kept.snapshot.nodes[0].gpus[0].sensors == replace(exact, pcie_sent=1_300_000_000)
 
 
 @pytest.mark.parametrize("seconds", [-50, 0, 4, 5, 299, 300, 301, 302, 640, 995, 5000])
