@@ -19,6 +19,7 @@ from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Pane
 from gpuboard.config import Settings, StateSettings
+from gpuboard.model.gpu import Sensors
 from tests.board.lab import board, make_core, screen, settle
 from tests.board.made import busy, gpu, lease, mig, next_scene, node, scene, still, unread
 
@@ -58,6 +59,20 @@ def agent_pid(core: Core, name: str) -> int:
     hello = core.fleet._feeds[name].facts.hello
     assert hello is not None
     return hello.pid
+
+
+async def test_activity_is_beside_utilization_where_there_is_room_and_a_gpu_reports_it(tmp_path: Path) -> None:
+    gpus = [busy("gpu2", 0, sensors=Sensors(sm_activity=85, tensor_activity=61)), mig("gpu2", 1, "free")]
+    async with opened(tmp_path, "gpu2", (160, 48)) as (app, pilot):
+        assert "Tensor" not in screen(app)
+        await next_scene(app, pilot, scene(node("gpu2", gpus)))
+        await settle(pilot, lambda: "Tensor" in screen(app))
+        grid = app.screen.query_one("#gpus", Grid)
+        rows = [" ".join(grid.render_line(y).text.split()) for y in range(4)]
+        assert "Util SM Tensor 5 min Temp" in rows[0]
+        assert " 60.0/80 90% 85% 61% " in rows[1]
+        assert " 0.0/80 ? ? ? " in rows[2]
+        assert rows[3] == "MIG F free - 0.0/40 - - - - - - 3g.40gb made free"
 
 
 async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
-from gpuboard.board.arrange import natural_nodes, users_of
+from gpuboard.board.arrange import activity, natural_nodes, users_of
 from gpuboard.board.gpu_actions import ActingScreen, GraphScreen
 from gpuboard.board.history import History, Span
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.detail.graphs import GraphFrame
 from gpuboard.board.text.detail.host import host_graphs, network_words
 from gpuboard.board.text.format import age, percent, short_model
+from gpuboard.board.text.gpu_row import known
 from gpuboard.board.text.lines import NAME, Runs, above, named
 from gpuboard.board.text.plots import bar
 from gpuboard.board.text.plots import history as curve_of
@@ -31,12 +32,13 @@ _STATE_ROLES = {"up": "good", "stale": "warn", "unreachable": "bad"}
 _BAR = 10
 
 _TRACE, _TRACE_FROM = 16, 140  # cells of a GPU's utilization over time, and of a screen that has room for it
+_ACTIVITY_FROM = 160  # cells of a screen that has room for the activity of SMs and tensor cores
 _GRAPH_LINES, _GRAPH_LINES_MOST = 3, 8
 _REST = 17  # lines of the screen besides graphs and GPUs, seldom more
 
 
-def gpu_columns(span: Span | None) -> tuple[Column, ...]:
-    """Return the columns of the GPUs, with their utilization over ``span`` if given."""
+def gpu_columns(span: Span | None, *, active: bool = False) -> tuple[Column, ...]:
+    """Return the columns of the GPUs, with utilization over ``span`` if given, and ``active``: activity beside it."""
     return (
         Column("index", "GPU", 3, right=True),
         Column("state", "State", 11),
@@ -44,6 +46,7 @@ def gpu_columns(span: Span | None) -> tuple[Column, ...]:
         Column("memory", "Memory", _BAR, drop=2),
         Column("gib", "GiB", 9, right=True),
         Column("utilization", "Util", 5, right=True),
+        *([Column("sm", "SM", 5, right=True), Column("tensor", "Tensor", 6, right=True)] if active else []),
         *([Column("trace", span.name, _TRACE)] if span else []),
         Column("temperature", "Temp", 5, right=True, drop=3),
         Column("power", "Power", 6, right=True, drop=4),
@@ -112,35 +115,39 @@ def _host(name: str, part: float | None, words: str, glyphs: Glyphs, old: bool) 
 
 
 def gpu_rows(
-    node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs, trace: Callable[[str], str] | None
+    node: NodeView,
+    gpu: GpuView,
+    scene: Scene,
+    glyphs: Glyphs,
+    trace: Callable[[str], str] | None,
+    *,
+    active: bool = False,
 ) -> list[Row]:
-    """Return a GPU's row and one for each of its MIG devices; their keys are the UUIDs. ``trace``: UUID → a curve."""
+    """Return a GPU's row and one for each of its MIG devices; their keys are the UUIDs.
+
+    ``trace``: UUID → a curve. ``active``: with the activity of SMs and tensor cores.
+    """
     old = node.state != "up"
-    rows = [Row(gpu.uuid, partial(_gpu_cells, node, gpu, scene, glyphs, trace), dim=old)]
-    return rows + [
-        Row(device.uuid, partial(_mig_cells, device, scene, glyphs, trace is not None), dim=old) for device in gpu.mig
-    ]
+    rows = [Row(gpu.uuid, partial(_gpu_cells, node, gpu, scene, glyphs, trace, active=active), dim=old)]
+    unmeasured = 3 + 2 * active + (trace is not None)  # from utilization to power
+    return rows + [Row(mig.uuid, partial(_mig_cells, mig, scene, glyphs, unmeasured), dim=old) for mig in gpu.mig]
 
 
-def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs, traced: bool) -> Sequence[Cell]:
+def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs, unmeasured: int) -> Sequence[Cell]:
     owners = [lease.owner for lease in scene.leases_on(device.uuid)]
-    none = Cell("-", "dim")  # not measured for MIG devices
     return (
         Cell("MIG", "dim"),
         Cell(f"{LETTERS.get(device.state, '?')} {device.state}", device.state),
         Cell(", ".join(owners) or "-", "" if owners else "dim"),
         *_memory_cells(device, device.state, glyphs),
-        none,
-        *([none] if traced else []),
-        none,
-        none,
+        *[Cell("-", "dim")] * unmeasured,
         Cell(device.profile),
         Cell(device.reason),
     )
 
 
 def _gpu_cells(
-    node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs, trace: Callable[[str], str] | None
+    node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs, trace: Callable[[str], str] | None, *, active: bool
 ) -> Sequence[Cell]:
     users = users_of(gpu, scene)
     flags = "".join(f"[{flag}] " for flag in shown_flags(gpu))
@@ -149,7 +156,8 @@ def _gpu_cells(
         Cell(f"{LETTERS.get(gpu.state, '?')} {gpu.state}", gpu.state),
         Cell(", ".join(users) or "-", "" if users else "dim"),
         *_memory_cells(gpu, gpu.state, glyphs),
-        Cell(percent(gpu.utilization), "unknown" if gpu.utilization is None else ""),
+        known(percent(gpu.utilization)),
+        *([known(percent(activity(gpu, of))) for of in ("sm", "tensor")] if active else []),
         *([Cell(trace(gpu.uuid), gpu.state)] if trace else []),
         _number(gpu.temperature, "°"),
         _number(gpu.power, " W"),
@@ -233,9 +241,10 @@ class NodeScreen(GraphScreen, ActingScreen):
             grid.empty = empty
             grid.redraw()
         wide = self.size.width >= _TRACE_FROM
-        grid.set_columns(gpu_columns(span if wide else None))
+        active = self.size.width >= _ACTIVITY_FROM and any(activity(gpu, "sm") is not None for gpu in node.gpus)
+        grid.set_columns(gpu_columns(span if wide else None, active=active))
         trace = partial(_trace, history, span, glyphs) if wide else None
-        grid.set_rows([row for gpu in node.gpus for row in gpu_rows(node, gpu, scene, glyphs, trace)])
+        grid.set_rows([row for gpu in node.gpus for row in gpu_rows(node, gpu, scene, glyphs, trace, active=active)])
 
     @on(Grid.Chosen, "#gpus")
     def open_gpu(self, event: Grid.Chosen) -> None:
