@@ -76,17 +76,17 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     activity: "Optional[Activity]" = None
     while True:
         values = {k: reader.values(k) for k in wanted}
+        if reader.layout != layout:  # MIG devices were created or removed: their facts change too
+            layout = dict(reader.layout)
+            for k in reader.handles:
+                facts[k]["mig"] = reader.mig_facts(k)
+            _send(fd_out, ("static", facts))
         if mark[2] and RATES not in skip:
             if activity is None:
                 from gpuboard.agent.nvml.activity import Activity  # late: never in the first pass
 
                 activity = Activity(mark, reader.handles)
             activity.add({k: v for k, v in values.items() if "error" not in v and reader.layout[k] is None}, mark[3])
-        if reader.layout != layout:  # MIG devices were created or removed: their facts change too
-            layout = dict(reader.layout)
-            for k in reader.handles:
-                facts[k]["mig"] = reader.mig_facts(k)
-            _send(fd_out, ("static", facts))
         mark[0] = XIDS
         new_xids = xids.new() if xids else {}
         mark[0] = NO_GPU
