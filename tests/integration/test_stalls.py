@@ -36,6 +36,10 @@ class Items(torch.utils.data.Dataset):
 def load():
     list(torch.utils.data.DataLoader(Items(), num_workers=1))
 
+def send():
+    open("send").read()
+    distributed.send(torch.ones(1), 0)
+
 def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -46,9 +50,11 @@ if suspect:
     wait_for("init")
 distributed.init_process_group("gloo")
 reduce()
-for fault in (lambda: wait_for("python"), load, stop):
+for fault in (lambda: wait_for("python"), send, load, stop):
     if suspect:
         fault()
+    elif fault is send and os.environ["RANK"] == "0":
+        distributed.recv(torch.ones(1), 1)
     reduce()
 if suspect:
     print("bad label", file=sys.stderr, flush=True)
@@ -148,7 +154,7 @@ distributed.destroy_process_group()
 
 
 def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
-    for name in ("init", "python", "item"):
+    for name in ("init", "python", "send", "item"):
         os.mkfifo(tmp_path / name)
     node = os.uname().nodename.partition(".")[0]
     with Launch(tmp_path, SCRIPT, "--grace", "1s", n=3, torch=True) as run:
@@ -174,44 +180,51 @@ def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
 
         explained(
             f"for rank 1 ({node}:1), which has not called init_process_group: it is at script.py:7 in wait_for; ",
-            "ranks 0,2 wait in init_process_group at script.py:27",
+            "ranks 0,2 wait in init_process_group at script.py:31",
         )
         (tmp_path / "init").write_text("")
         continued()
         explained(
             f"for rank 1 ({node}:1), which is at script.py:7 in wait_for; ",
-            "ranks 0,2 wait in all_reduce (collective 2) at script.py:23 in reduce",
+            "ranks 0,2 wait in all_reduce (collective 2) at script.py:27 in reduce",
         )
         shown = explain(run.env)
         assert shown.splitlines()[1:4] == [
-            "  ranks 0,2: waits in all_reduce (collective 2) at script.py:23 in reduce, for rank 1",
+            "  ranks 0,2: waits in all_reduce (collective 2) at script.py:27 in reduce, for rank 1",
             f"  rank 1 ({node}:1): idle at script.py:7 in wait_for",
             f"why: waiting for rank 1 ({node}:1), which is at script.py:7 in wait_for; "
-            "ranks 0,2 wait in all_reduce (collective 2) at script.py:23 in reduce",
+            "ranks 0,2 wait in all_reduce (collective 2) at script.py:27 in reduce",
         ]
-        assert explain(run.env, "last", "--stacks").endswith(f"{tmp_path}/script.py:32 in <module>\n")
+        assert explain(run.env, "last", "--stacks").endswith(f"{tmp_path}/script.py:38 in <module>\n")
         (tmp_path / "python").write_text("")
         continued()
         explained(
+            f"for rank 1 ({node}:1), which is at script.py:20 in send; "
+            f"rank 0 ({node}:0) waits in recv from rank 1 at script.py:37; "
+            f"rank 2 ({node}:2) waits in all_reduce (collective 3) at script.py:27 in reduce",
+        )
+        (tmp_path / "send").write_text("")
+        continued()
+        explained(
             f"for rank 1 ({node}:1), which waits for its DataLoader at script.py:17 in load, whose worker ",
-            " is at script.py:7 in wait_for; ranks 0,2 wait in all_reduce (collective 3)",
+            " is at script.py:7 in wait_for; ranks 0,2 wait in all_reduce (collective 4)",
         )
         (tmp_path / "item").write_text("")
         continued()
-        explained(f"for rank 1 ({node}:1), which is stopped (SIGSTOP, ctrl-Z or a debugger) at script.py:20 in stop")
+        explained(f"for rank 1 ({node}:1), which is stopped (SIGSTOP, ctrl-Z or a debugger) at script.py:24 in stop")
         pid = re.search(rf"to continue it: kill -CONT (\d+) on {node}", run.wait_for("kill -CONT", "err"))
         assert pid
         os.kill(int(pid.group(1)), signal.SIGCONT)
         continued()
         explained(
-            "because the ranks differ at collective 5: ranks 0,2 called all_reduce of float 2x3 at script.py:23 in "
-            f"reduce; rank 1 ({node}:1) called broadcast of float 4 at script.py:35",
+            "because the ranks differ at collective 6: ranks 0,2 called all_reduce of float 2x3 at script.py:27 in "
+            f"reduce; rank 1 ({node}:1) called broadcast of float 4 at script.py:41",
             f"most likely wrong: rank 1 ({node}:1)",
         )
         run.signal(signal.SIGINT)
         assert run.wait() == 130
         assert [v.kind for v in run.view().verdicts] == ["stall-mismatch", "stopped"]
-        assert "the ranks differ at collective 5" in explain(run.env), "also after the end"
+        assert "the ranks differ at collective 6" in explain(run.env), "also after the end"
         assert not list(Path("/tmp").glob(f"gpuboard-{run.view().id}-*")), "the ranks' sockets"
 
 

@@ -188,6 +188,63 @@ def test_groups_used_in_different_order_are_a_cycle() -> None:
     assert found.words.startswith("because the ranks wait for each other: rank 0 (gpu01:0) waits in all_reduce")
 
 
+def transfer(rank: int, call: str, peer: int | None, *groups: ProcessGroup) -> RankEvidence:
+    """Return a rank that waits in ``send`` or ``recv``."""
+    stack = [StackFrame(call, f"{TORCH}distributed/distributed_c10d.py", 2799), StackFrame("step", "/exp/pipe.py", 8)]
+    return seen(rank, stack, *groups, peer=peer)
+
+
+def test_ranks_that_wait_for_a_message_lead_to_the_rank_that_sends_none() -> None:
+    done = group(3, 3)
+    found = verdict(transfer(0, "send", 1, done), seen(1, LOAD, done), transfer(2, "recv", 1, done))
+    assert found is not None
+    assert (found.kind, found.ranks) == ("stall-behind", (1,))
+    assert found.words == (
+        "for rank 1 (gpu01:1), which is at train.py:41 in load_batch; "
+        "rank 0 (gpu01:0) waits in send to rank 1 at pipe.py:8 in step; "
+        "rank 2 (gpu02:0) waits in recv from rank 1 at pipe.py:8 in step"
+    )
+
+
+def test_receives_without_a_send_are_a_cycle() -> None:
+    found = verdict(*(transfer(rank, "recv", (rank + 1) % 3) for rank in range(3)))
+    assert found is not None
+    assert (found.kind, found.ranks, found.sure) == ("stall-mismatch", (0, 1, 2), True)
+    assert "rank 1 (gpu01:1) waits in recv from rank 2 at pipe.py:8 in step; rank 2" in found.words
+    assert found.remedy.startswith("every recv needs a send")
+
+
+def test_a_message_that_was_sent_and_does_not_arrive_is_the_network() -> None:
+    found = verdict(transfer(0, "send", 1), transfer(1, "recv", 0))
+    assert found is not None
+    assert found.kind == "stall-network"
+
+
+@pytest.mark.parametrize(
+    ("source", "peers", "words"),
+    [
+        ("request.wait()", (None, None), "because every rank waits for another one: rank 0 (gpu01:0) waits in a send"),
+        ("os.wait()", (None, None), None),
+    ],
+)
+def test_a_handle_of_a_transfer_is_known_by_its_line(
+    source: str, peers: tuple[int | None, ...], words: str | None
+) -> None:
+    found = verdict(*(seen(rank, LOAD, group(3, 3), source=source, peer=peer) for rank, peer in enumerate(peers)))
+    assert (found.words[: len(words)] if found and words else found) == words
+
+
+def test_ranks_that_broadcast_from_different_ranks_differ() -> None:
+    stack = [StackFrame("broadcast", f"{TORCH}distributed/distributed_c10d.py", 3151), *REDUCE[1:]]
+    found = verdict(*(seen(rank, stack, group(12, 11, "broadcast"), peer=rank // 2) for rank in range(3)))
+    assert found is not None
+    assert (found.kind, found.ranks, found.sure) == ("stall-mismatch", (0, 1, 2), True)
+    assert found.words == (
+        "because the ranks differ in src or dst of broadcast (collective 12): "
+        "ranks 0-1 named rank 0 at train.py:55 in step; rank 2 (gpu02:0) named rank 1 at train.py:55 in step"
+    )
+
+
 def test_without_a_flight_recorder_the_stacks_decide() -> None:
     bare = [msgspec.structs.replace(one, collectives=None) for one in (WAITING, seen(1, LOAD))]
     found = verdict(*bare)

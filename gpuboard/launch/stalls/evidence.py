@@ -17,6 +17,9 @@ _DATA = re.compile(r"torch/utils/data/dataloader\.py$")
 _WORKER_LOOP = re.compile(r"torch/utils/data/_utils/worker\.py$")
 _DISTRIBUTED = re.compile(r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed\.py$")
 _BACKWARD = "_engine_run_backward"
+_TRANSFERS = frozenset({"recv", "send"})
+# Of Work, torch's handle of an operation, which is native code: other objects with such a method are Python code
+_WAIT = re.compile(r"(?<!\bos)\.wait\(")
 
 
 class StackFrame(msgspec.Struct, frozen=True):
@@ -76,6 +79,8 @@ class RankEvidence(msgspec.Struct, frozen=True):
 
     ``state`` is the letter of proc(5), None after its end. ``cpu`` is its share of one core over the last second,
     ``moved_bytes`` its input and output in that time. ``collectives`` None: no flight recorder could be read.
+    ``peer`` is the rank that it receives from or sends to, or the root of its broadcast in the process group;
+    ``source`` the line of the user's own code at which it waits, "" if that has called other Python code.
     """
 
     rank: Count
@@ -91,6 +96,8 @@ class RankEvidence(msgspec.Struct, frozen=True):
     children: list[ChildProcess] = []
     collectives: list[ProcessGroup] | None = None
     name: str = ""  # of its program
+    peer: Count | None = None
+    source: str = ""
 
 
 class Inspection(msgspec.Struct, frozen=True):
@@ -133,6 +140,17 @@ def waits_in_collective(stack: Sequence[StackFrame]) -> str | None:
         last = calls[-1]
         return f"DDP {last.function}" if last.file.endswith("nn/parallel/distributed.py") else last.function
     return "backward" if stack and stack[0].function == _BACKWARD else None
+
+
+def transfers(stack: Sequence[StackFrame]) -> bool:
+    """Whether the rank is inside ``send`` or ``recv``, which gloo's flight recorder does not have."""
+    return bool(stack) and stack[0].function in _TRANSFERS and bool(_DISTRIBUTED.search(stack[0].file))
+
+
+def waits_for_work(evidence: RankEvidence) -> bool:
+    """Whether an idle rank waits inside torch.distributed, or for a handle of one of its operations."""
+    inside = bool(evidence.stack) and bool(_DISTRIBUTED.search(evidence.stack[0].file))
+    return inside or bool(_WAIT.search(evidence.source))
 
 
 def waits_for_data(stack: Sequence[StackFrame]) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -12,7 +11,17 @@ import msgspec
 from gpuboard.agent.launch.rank.recorder import EQUAL
 from gpuboard.launch.stalls.evidence import Collective, RankEvidence, dataset_frame
 from gpuboard.launch.stalls.pace import GroupPace
-from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity, group_of, roots, waits_for
+from gpuboard.launch.stalls.waits import (
+    DEFAULT_GROUP,
+    UNKNOWN_TRANSFER,
+    Activity,
+    RankGroup,
+    RankStatus,
+    activity,
+    group_of,
+    roots,
+    waits_for,
+)
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, ranges
 
@@ -20,6 +29,7 @@ StallKind = Literal[
     "stall-absent", "stall-stopped", "stall-ended", "stall-behind", "stall-mismatch", "stall-network", "stall-idle"
 ]
 
+_MATCHING = "every recv needs a send by the other rank, which must not wait itself: change the order on one of them"
 _NAMED = 3  # ranks that a sentence describes one by one
 _LITTLE = 0.01  # of a core: of an active rank whose use of the CPU is not known
 _WARNING = re.compile(r"(^|\]:)\[[IW]\d{4} |Warning\b")  # of torch's C++ code, of Python
@@ -62,7 +72,7 @@ def diagnose(activities: Mapping[int, Activity]) -> Stall | None:
         return _behind([activities[rank] for rank in sorted(last)], waits, activities)
     if any(not blockers for blockers in waits.values()):
         at_same = [activities[rank] for rank, blockers in sorted(waits.items()) if not blockers]
-        return _mismatch(at_same, activities) or _network(at_same)
+        return _mismatch(at_same, activities) or _other_roots(at_same) or _unmatched(at_same) or _network(at_same)
     return _cycle(waits, activities)
 
 
@@ -122,9 +132,7 @@ def picture(groups: Iterable[RankGroup], activities: Mapping[int, Activity]) -> 
     """Return groups of ranks as lines of text."""
     lines = []
     for group in groups:
-        others = (
-            f", for rank{'s' if len(group.waits_for) > 1 else ''} {ranges(group.waits_for)}" if group.waits_for else ""
-        )
+        others = f", for {_ranks(group.waits_for)}" if group.waits_for else ""
         lines.append(f"{_labels(activities[rank] for rank in group.ranks)}: {group.words}{others}")
     return lines
 
@@ -151,11 +159,17 @@ def _at(one: Activity) -> str:
 
 def _collective(one: Activity) -> str:
     now = one.current
+    if one.peer is not None:
+        return f"{one.call} {'from' if one.call == 'recv' else 'to'} rank {one.peer}"
     if one.group is None or now is None:
         return one.call or "a collective"
     group = "" if one.group.name == "0" else f" of group {clean(one.group.name, 40)}"
     inside = f" in {one.call}" if one.call and now.op.strip("_") not in one.call else ""
     return f"{now.op}{inside} (collective {now.seq}{group})"
+
+
+def _ranks(numbers: Collection[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
 
 
 def _labels(ones: Iterable[Activity]) -> str:
@@ -168,14 +182,16 @@ def _suspect(ones: list[Activity]) -> str | None:
 
 
 def _waiting(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> str:
-    """Return ``ranks 0,2-3 wait in all_reduce (collective 12) at train.py:55``."""
+    """Return ``; ranks 0,2-3 wait in all_reduce (collective 12) at train.py:55``, and so for each such place."""
     ones = [activities[rank] for rank in sorted(waits)]
     if not ones:
         return ""
-    counts = Counter(_doing(one).removeprefix("waits ") for one in ones)
-    words = counts.most_common(1)[0][0]
-    verb = "waits" if len(ones) == 1 else "wait"
-    return f"; {_labels(ones)} {verb} {words}"
+    doing: dict[str, list[Activity]] = {}
+    for one in ones:
+        doing.setdefault(_doing(one).removeprefix("waits "), []).append(one)
+    parts = [f"; {_labels(same)} {'waits' if len(same) == 1 else 'wait'} {words}" for words, same in doing.items()]
+    more = f"; {len(parts) - _NAMED} more places" if len(parts) > _NAMED else ""
+    return "".join(parts[:_NAMED]) + more
 
 
 def _stopped(ones: list[Activity], waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:
@@ -322,6 +338,12 @@ def difference(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEviden
     return None
 
 
+def elsewhere(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> dict[int, str]:
+    """Return what each rank does that takes part in no collective, as it follows "which"."""
+    activities = [activity(status, evidence.get(status.rank)) for status in statuses]
+    return {one.status.rank: _is_at(one, absent=False) for one in activities if one.doing in {"code", "data"}}
+
+
 def _difference(
     name: str, seq: int, activities: Mapping[int, Activity]
 ) -> tuple[str, list[Activity], list[Activity]] | None:
@@ -356,7 +378,8 @@ def _signature(entry: Collective) -> str:
 def _cycle(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:
     ones = [activities[rank] for rank in sorted(waits)]
     parts = [
-        f"{one.status.label} waits in {_collective(one)}{_at(one)} for ranks {ranges(waits[one.status.rank])}"
+        f"{one.status.label} waits in {_collective(one)}{_at(one)}"
+        + (f" for {_ranks(waits[one.status.rank])}" if one.peer is None else "")
         for one in ones[:_NAMED]
     ]
     return Stall(
@@ -364,8 +387,45 @@ def _cycle(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activit
         tuple(waits),
         None,
         f"because the ranks wait for each other: {'; '.join(parts)}",
-        "every rank must use its process groups in the same order",
+        _MATCHING
+        if any(one.peer is not None for one in ones)
+        else "every rank must use its process groups in the same order",
         sure=True,
+    )
+
+
+def _other_roots(ones: list[Activity]) -> Stall | None:
+    """Return the verdict if the ranks in one collective call gave it different roots, None if they agree."""
+    roots: dict[int, list[Activity]] = {}
+    for one in ones:
+        same_call = one.current is not None and _collective(one) == _collective(ones[0])
+        if same_call and one.evidence is not None and one.evidence.peer is not None:
+            roots.setdefault(one.evidence.peer, []).append(one)
+    if len(roots) < 2:
+        return None
+    of = "" if ones[0].group is None or ones[0].group.name == DEFAULT_GROUP else " of the group"
+    parts = [f"{_labels(same)} named rank {root}{of}{_at(same[0])}" for root, same in roots.items()]
+    return Stall(
+        "stall-mismatch",
+        tuple(one.status.rank for one in ones),
+        None,
+        f"because the ranks differ in src or dst of {_collective(ones[0])}: {'; '.join(parts)}",
+        "every rank must pass the same src or dst",
+        sure=True,
+    )
+
+
+def _unmatched(ones: list[Activity]) -> Stall | None:
+    """Return the verdict if every rank waits and some of them for a send or receive of an unknown rank."""
+    if not any(one.peer is None and one.call in {"send", "recv", UNKNOWN_TRANSFER} for one in ones):
+        return None
+    parts = [f"{one.status.label} waits in {_collective(one)}{_at(one)}" for one in ones[:_NAMED]]
+    return Stall(
+        "stall-mismatch",
+        tuple(one.status.rank for one in ones),
+        None,
+        f"because every rank waits for another one: {'; '.join(parts)}",
+        _MATCHING,
     )
 
 

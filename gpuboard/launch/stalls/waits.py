@@ -13,12 +13,15 @@ from gpuboard.launch.stalls.evidence import (
     RankEvidence,
     StackFrame,
     own_frame,
+    transfers,
     waits_for_data,
+    waits_for_work,
     waits_in_collective,
     waits_in_init,
 )
 
-_DEFAULT_GROUP = "0"  # torch's name of the group that init_process_group makes, of which every rank is a member
+UNKNOWN_TRANSFER = "a send or receive"  # of a handle, whose other rank is not known
+DEFAULT_GROUP = "0"  # torch's name of the group that init_process_group makes, of which every rank is a member
 
 
 class RankStatus(msgspec.Struct, frozen=True):
@@ -52,6 +55,7 @@ class Activity(msgspec.Struct, frozen=True):
     frame: StackFrame | None = None
     call: str = ""  # of torch.distributed
     group: ProcessGroup | None = None
+    peer: int | None = None  # the rank that it receives from or sends to, if that is known
 
     @property
     def waits(self) -> bool:
@@ -98,11 +102,15 @@ def activity(status: RankStatus, evidence: RankEvidence | None) -> Activity:
     call = waits_in_collective(evidence.stack) or ""
     if waits_in_init(evidence.stack):
         return Activity(status, evidence, "init", frame, call)
+    if transfers(evidence.stack):
+        return Activity(status, evidence, "collective", frame, evidence.stack[0].function, peer=evidence.peer)
     open_groups = [g for g in evidence.collectives or [] if g.enqueued > g.completed]
     if open_groups and not waits_for_data(evidence.stack):
         return Activity(status, evidence, "collective", frame, call, open_groups[-1])
     if call and call != "backward" and not evidence.collectives:  # no flight recorder
         return Activity(status, evidence, "collective", frame, call)
+    if status.joined and status.quiet_s is not None and waits_for_work(evidence):
+        return Activity(status, evidence, "collective", frame, call or UNKNOWN_TRANSFER)
     if call == "backward" and evidence.collectives is None and status.quiet_s is not None:
         return Activity(status, evidence, "collective", frame, call)
     return Activity(status, evidence, "data" if waits_for_data(evidence.stack) else "code", frame, call)
@@ -117,6 +125,10 @@ def _blockers(one: Activity, activities: Mapping[int, Activity]) -> set[int]:
     others = {rank: other for rank, other in activities.items() if rank != one.status.rank}
     if one.doing == "init":
         return {rank for rank, other in others.items() if other.doing != "init" and not _past_init(other)}
+    if one.peer in others:
+        other = others[one.peer]
+        served = other.peer == one.status.rank and {one.call, other.call} == {"send", "recv"}
+        return set() if served else {one.peer}
     if one.group is None:
         return {rank for rank, other in others.items() if not other.waits}
     found = set()
@@ -125,7 +137,7 @@ def _blockers(one: Activity, activities: Mapping[int, Activity]) -> set[int]:
         if group is not None:
             if group.enqueued < one.group.enqueued:
                 found.add(rank)
-        elif one.group.name == _DEFAULT_GROUP or other.doing == "ended":
+        elif one.group.name == DEFAULT_GROUP or other.doing == "ended":
             found.add(rank)
     return found
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import linecache
 import os
 import shutil
 import socket
@@ -11,6 +12,7 @@ import zlib
 
 from gpuboard.agent import proc
 from gpuboard.agent.launch import teardown
+from gpuboard.agent.launch.rank.traceback_text import is_library
 from gpuboard.agent.launch.watch.signs import load
 
 MYPY = False
@@ -22,6 +24,18 @@ _ANSWER_S = 1.0  # of all ranks' worker servers, whose threads need no GIL for t
 _FRAMES = 64  # of a stack: the innermost ones
 _CHILDREN = 8  # of a rank whose stacks are read, for example DataLoader workers
 _RECENT = 8  # collectives of each process group that are reported
+_SOURCE = 200  # characters of a line of the user's code
+_C10D = "torch/distributed/distributed_c10d.py"
+# Functions of that module that exchange data with one rank → the variables with its number: of all ranks in a transfer,
+# of the process group in a collective
+_PEERS = {
+    "recv": ("src",),
+    "send": ("dst",),
+    "broadcast": ("group_src", "src"),
+    "scatter": ("group_src", "src"),
+    "gather": ("group_dst", "dst"),
+    "reduce": ("group_dst", "dst"),
+}
 _RESPONSE = 8 * 1024 * 1024  # bytes: the flight recorder keeps 2,000 entries of about 500 bytes
 
 
@@ -70,6 +84,10 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dic
         item.update(_stack(spies.get(item["pid"]), item["pid"], until))
         for child in item["children"]:
             child.update(_stack(spies.get(child["pid"]), child["pid"], until))
+    again = {item["pid"]: _spy(pyspy, item["pid"], locals_too=True) for item in found if _call_with_peer(item["stack"])}
+    for item in found:
+        item["peer"] = _peer(again.get(item["pid"]), item["pid"], until)
+        item["source"] = _source(item["stack"])
     return {"ranks": found, "load": load()}
 
 
@@ -81,11 +99,14 @@ def _wchan(pid: int) -> "Optional[str]":
         return None
 
 
-def _spy(pyspy: "Optional[str]", pid: int, stopped: bool) -> "Optional[subprocess.Popen[bytes]]":
+def _spy(
+    pyspy: "Optional[str]", pid: int, stopped: bool = False, locals_too: bool = False
+) -> "Optional[subprocess.Popen[bytes]]":
     if pyspy is None:
         return None
     # A stopped process cannot be attached to; its memory does not change either.
     command = [pyspy, "dump", "--json", "--pid", str(pid)] + (["--nonblocking"] if stopped else [])
+    command += ["--locals"] if locals_too else []
     try:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError:
@@ -94,22 +115,53 @@ def _spy(pyspy: "Optional[str]", pid: int, stopped: bool) -> "Optional[subproces
 
 def _stack(spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float) -> "Dict[str, Any]":
     """Return ``stack`` of the main thread, ``active`` and ``gil``; ``stack_error`` if py-spy failed."""
+    main, error = _main_thread(spy, pid, until)
+    if main is None:
+        return {"stack": [], "stack_error": error}
+    return {"stack": _frames(main), "active": bool(main.get("active")), "gil": bool(main.get("owns_gil"))}
+
+
+def _main_thread(
+    spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float
+) -> "Tuple[Optional[Dict[str, Any]], str]":
+    """Return what py-spy found of the main thread; None and the reason if it failed."""
     if spy is None:
-        return {"stack": [], "stack_error": "py-spy cannot be started"}
+        return None, "py-spy cannot be started"
     try:
         out, err = spy.communicate(timeout=max(0.01, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         spy.kill()
-        return {"stack": [], "stack_error": "py-spy did not end within %d s" % _STACK_S}
+        return None, "py-spy did not end within %d s" % _STACK_S
     try:
         threads = json.loads(out.decode("utf-8"))
     except ValueError:
         lines = err.decode("utf-8", "replace").strip().splitlines()
-        return {"stack": [], "stack_error": lines[-1] if lines else "py-spy ended with %d" % spy.returncode}
+        return None, lines[-1] if lines else "py-spy ended with %d" % spy.returncode
     if not threads:
-        return {"stack": [], "stack_error": "no Python threads"}
-    main = next((thread for thread in threads if thread.get("os_thread_id") == pid), threads[0])
-    return {"stack": _frames(main), "active": bool(main.get("active")), "gil": bool(main.get("owns_gil"))}
+        return None, "no Python threads"
+    return next((thread for thread in threads if thread.get("os_thread_id") == pid), threads[0]), ""
+
+
+def _call_with_peer(stack: "List[Dict[str, Any]]") -> bool:
+    return bool(stack) and stack[0]["file"].endswith(_C10D) and stack[0]["function"] in _PEERS
+
+
+def _peer(spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float) -> "Optional[int]":
+    """Return the rank with which the innermost call exchanges data, from its local variables; None if unknown."""
+    main = _main_thread(spy, pid, until)[0]
+    if main is None or not _call_with_peer(_frames(main)[:1]):
+        return None  # it has moved on
+    frame = next(frame for frame in main["frames"] if frame["filename"].endswith(_C10D))
+    values = {local["name"]: local["repr"] for local in frame.get("locals") or []}
+    known = [str(values.get(name)) for name in _PEERS[frame["name"]]]
+    return next((int(value) for value in known if value.isdigit()), None)
+
+
+def _source(stack: "List[Dict[str, Any]]") -> str:
+    """Return the line at which the user's own code waits; "" if it has called other Python code."""
+    if not stack or is_library(stack[0]["file"]):
+        return ""
+    return linecache.getline(stack[0]["file"], stack[0]["line"]).strip()[:_SOURCE]
 
 
 def _frames(thread: "Dict[str, Any]") -> "List[Dict[str, Any]]":
@@ -150,15 +202,15 @@ def process_groups(trace: "Dict[str, Any]") -> "List[Dict[str, Any]]":
         if not entry["is_p2p"]:
             by_group.setdefault(str(entry["pg_id"]), []).append(entry)
     found = []
-    for pg_id, status in sorted(trace.get("pg_status", {}).items()):
-        entries = by_group.get(pg_id, [])[-_RECENT:]
-        if not entries:
-            continue
+    for _, entries in sorted(by_group.items()):
+        # Not pg_status: with gloo its numbers count sends and receives too, which differ from rank to rank.
+        newest = int(entries[-1]["collective_seq_id"])
+        pending = [e["collective_seq_id"] for e in entries if not e["retired"] and e.get("state") != "completed"]
         found.append(
             {
                 "name": str(entries[0]["process_group"][0]),
-                "enqueued": int(status["last_enqueued_collective"]),
-                "completed": int(status["last_completed_collective"]),
+                "enqueued": newest,
+                "completed": int(min(pending)) - 1 if pending else newest,
                 "recent": [
                     {
                         "seq": int(entry["collective_seq_id"]),
@@ -166,7 +218,7 @@ def process_groups(trace: "Dict[str, Any]") -> "List[Dict[str, Any]]":
                         "sizes": entry["input_sizes"][:4],
                         "dtypes": entry["input_dtypes"][:4],
                     }
-                    for entry in entries
+                    for entry in entries[-_RECENT:]
                 ],
             }
         )
