@@ -37,6 +37,8 @@ _TIMEOUT = re.compile(r"timed out waiting \d+ ?ms for|collective operation timeo
 _OF_TORCH = re.compile(r"gloo|nccl|c10d|tcpstore|process ?group", re.IGNORECASE)  # not an upload's lost connection
 _RACE_S = 0.2  # within which an exit and its effect on another rank may be reported in either order
 _COMPARE_S = 3.0  # longest wait for the collectives of other ranks after a failure that they may explain
+_OF_A_NODE = frozenset({"node-lost", "node-stopped", "store-died"})
+_NAMED = 3  # ranks whose places are named
 _NOTICE_LINES = 20  # of a longer notice: the end of a traceback names the error
 
 
@@ -47,6 +49,7 @@ FailureKind = Literal[
     "before-init",
     "mismatch",
     "timeout",
+    "left-group",
     "node-lost",
     "node-stopped",
     "store-died",
@@ -84,7 +87,8 @@ class FailureWatch:
         self.cause: Cause | None = None
         self.stop_reason: str | None = None  # set once; the head then stops every node
         self.difference: tuple[str, list[int]] | None = None  # how the ranks' collectives differ, and the suspects
-        self.comparing = False  # the collectives of the ranks are being read
+        self.elsewhere: dict[int, str] = {}  # rank that takes part in no collective → what it does, after "which"
+        self.comparing = False  # the collectives and places of the ranks are being read
         self.messages: list[str] = []  # lines for the user; the head prints and removes them
         self.gpu_processes: dict[str, dict[int, str]] = {}  # node → pid → user and command, if the GPUs were read
         self._timing = timing
@@ -190,8 +194,10 @@ class FailureWatch:
                 if self.cause.evidence:
                     self.messages += [f"  {line}" for line in self.cause.evidence.splitlines()]
         if self.cause is not None and self.stop_reason is None:
-            of_all = self.cause.text if self.cause.node is not None else "the run failed"
-            self._stop(of_all if self.cause.rank is None else f"rank {self.cause.rank} failed")
+            if self.cause.rank is not None and self.cause.kind not in {"timeout", "left-group"}:
+                self._stop(f"rank {self.cause.rank} failed")
+            else:
+                self._stop(self.cause.text if self.cause.kind in _OF_A_NODE else "the run failed")
 
     @property
     def exiting(self) -> list[int]:
@@ -202,8 +208,9 @@ class FailureWatch:
 
     @property
     def unexplained(self) -> bool:
-        """Whether ranks have failed in a way that their collectives may explain."""
-        return any(c.symptom in {"mismatch", "timeout"} for c in self._candidates)
+        """Whether ranks have failed in a way that the collectives or places of all ranks may explain."""
+        symptoms = {c.symptom for c in self._candidates}
+        return bool(symptoms & {"mismatch", "timeout"}) or (symptoms == {"lost"} and not self._left)
 
     @property
     def running(self) -> list[int]:
@@ -238,7 +245,7 @@ class FailureWatch:
             return 0
         if self.cause.kind == "exit" and self.cause.rank in self._left:
             return self._left[self.cause.rank][1] or 1
-        if self.cause.rank is None or self.cause.rank not in self.exits or self.cause.kind == "stalled":
+        if self.cause.rank not in self.exits or self.cause.kind in {"stalled", "timeout", "left-group"}:
             return 1
         ended = self.exits[self.cause.rank]
         if (
@@ -330,7 +337,7 @@ class FailureWatch:
             if code or (of_torch and rank in self.joined and at <= first.at + _RACE_S)
         )
         if not left:
-            return first
+            return self._left_group(first) if of_torch else first
         at, rank, code = left[0]
         if code:
             known = next((c for c in self._candidates if c.rank == rank), None)
@@ -342,6 +349,19 @@ class FailureWatch:
         text = f"{who} ended with exit code 0 in the middle of training; {others} lost the connection to {them}"
         only = rank if len(gone) == 1 else None
         return Cause("exit", only, None if only is None else self.ranks[only].node, text, first.text, at=at)
+
+    def _left_group(self, first: Cause) -> Cause:
+        """Connections were lost although no rank has ended: one that is elsewhere may have closed them."""
+        failed = {c.rank for c in self._candidates if c.rank is not None}
+        away = sorted(self.elsewhere.keys() & set(self.running) - failed)
+        if not away:
+            return first
+        where = "; ".join(f"{self._where(rank)}, which {self.elsewhere[rank]}" for rank in away[:_NAMED])
+        who = f"{rank_words(failed)} lost the connection to another rank, although none has ended"
+        text = f"{who}: most likely to {where}; has it called destroy_process_group?"
+        only = away[0] if len(away) == 1 else None
+        node = None if only is None else self.ranks[only].node
+        return Cause("left-group", only, node, text, first.text, symptom="lost", at=first.at)
 
     def _mismatch(self, found: list[Cause]) -> Cause:
         """The rank that receives too much data fails: with two ranks or many, that is not always the one at fault."""
@@ -365,15 +385,22 @@ class FailureWatch:
         """A rank whose wait ends by a timeout is not at fault."""
         ranks = sorted({c.rank for c in found if c.rank is not None})
         absent = sorted(self.ranks.keys() - self.joined - self.exits.keys())
+        away: list[int] = []
         if absent:
             what = f"{rank_words(absent)} had not connected to the process group"
         elif others := sorted(self.ranks.keys() - {c.rank for c in self._candidates} - self.exits.keys()):
             what = f"{rank_words(others)} did not take part in time, or called a different collective"
+            if self.elsewhere.keys() >= set(others):
+                away = others
+                places = (f"{self._where(rank)}, which {self.elsewhere[rank]}" for rank in away[:_NAMED])
+                what = f"no answer from {'; '.join(places)}"
         else:
             what = "the ranks called different collectives, or cannot reach each other"
         what = self.difference[0] if self.difference is not None else what
         text = f"{rank_words(ranks)} waited in a collective until its timeout: {what}"
-        return Cause("timeout", None, None, text, found[0].text, symptom="timeout", at=found[0].at)
+        only = away[0] if len(away) == 1 and self.difference is None else None
+        node = None if only is None else self.ranks[only].node
+        return Cause("timeout", only, node, text, found[0].text, symptom="timeout", at=found[0].at)
 
     def _on_raised(self, event: events.Raised, now: float) -> None:
         self._raised[event.rank] = event
@@ -382,7 +409,7 @@ class FailureWatch:
             return
         rank = self.ranks[event.rank]
         held = cuda_memory_text(event.message, rank.local_rank, self.gpu_processes.get(rank.node, {}))
-        message = held or clean(event.message, 400)
+        message = held or clean(" ".join(event.message.split()), 400)  # on one line
         place = f" at {clean(event.file)}:{event.line}" if event.file else ""
         place += f" in {clean(event.function)}" if event.function and event.function != "<module>" else ""
         phases = {

@@ -191,6 +191,24 @@ def test_a_rank_that_ends_with_0_while_others_lose_their_connection_to_it_is_the
     assert after.messages[0].startswith("rank 2 (gpu02:7) failed"), "rank 1 ended well, and later"
 
 
+def test_a_rank_that_leaves_its_group_and_runs_on_is_named() -> None:
+    failed = watch()
+    failed.elsewhere = {1: "is at train.py:41 in export"}
+    later(failed, *(Joined(rank) for rank in range(3)), lost(0), lost(2))
+    assert failed.messages[0] == (
+        "ranks 0,2 lost the connection to another rank, although none has ended: most likely to rank 1 (gpu01:3), "
+        "which is at train.py:41 in export; has it called destroy_process_group?"
+    )
+    feed(failed, Exited(1, signal=15), at=12.0)
+    assert (failed.cause and (failed.cause.kind, failed.cause.rank), failed.exit_code()) == (("left-group", 1), 1)
+    assert failed.stop_reason == "the run failed"
+
+
+def test_a_message_of_several_lines_is_printed_in_one() -> None:
+    failed = feed(watch(), Raised(1, "ValueError", "bad line:\n    a,,b\n      ^"))
+    assert failed.messages[0] == "rank 1 (gpu01:3) failed: ValueError: bad line: a,,b ^"
+
+
 SIZES = "what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 2000 vs 1000. Received data size …"
 
 
@@ -230,6 +248,15 @@ def test_a_rank_that_waited_until_the_timeout_is_not_blamed() -> None:
         "rank 0 waited in a collective until its timeout: rank 1 did not take part in time, or called a different "
         "collective"
     )
+    seen = watch()
+    seen.elsewhere = {1: "is at train.py:41 in load_batch"}
+    later(seen, *joined, waits[0], waits[2])
+    assert seen.messages[0] == (
+        "ranks 0,2 waited in a collective until its timeout: no answer from rank 1 (gpu01:3), which is at train.py:41 "
+        "in load_batch"
+    )
+    feed(seen, Exited(1, signal=15), at=12.0)
+    assert (seen.cause and (seen.cause.rank, seen.cause.node), seen.exit_code()) == ((1, "gpu01"), 1)
     all_of_them = later(watch(), *joined, *waits)
     assert all_of_them.messages[0].endswith(": the ranks called different collectives, or cannot reach each other")
     absent = later(watch(), Joined(0), Joined(2), waits[0])
