@@ -67,13 +67,14 @@ class Raised(msgspec.Struct, frozen=True):
 class Leaving(msgspec.Struct, frozen=True):
     """The script of a rank has ended, at its end or by sys.exit(); its interpreter is still ending.
 
-    With code 0: its newest collectives, as numbers and indexes into ``calls``.
+    With code 0: its newest collectives, as numbers and indexes into ``calls``. ``place``: of a sys.exit() with another.
     """
 
     rank: Count
     code: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
     called: list[tuple[int, int]] = []
     calls: list[str] = []
+    place: str = ""
 
 
 class Exited(msgspec.Struct, frozen=True):

@@ -83,6 +83,7 @@ class FailureWatch:
         self.exits: dict[int, events.Exited] = {}
         self.joined: set[int] = set()
         self._left: dict[int, tuple[float, int]] = {}  # ranks that ended without an exception → when, exit code
+        self._exit_places: dict[int, str] = {}
         self.ended_nodes: set[str] = set()
         self.cause: Cause | None = None
         self.stop_reason: str | None = None  # set once; the head then stops every node
@@ -114,6 +115,7 @@ class FailureWatch:
             self.joined.add(event.rank)
         elif isinstance(event, events.Leaving):
             self._left[event.rank] = now, event.code
+            self._exit_places[event.rank] = clean(event.place, 400)
         elif isinstance(event, events.Raised):
             self._on_raised(event, now)
         elif isinstance(event, events.Exited):
@@ -266,8 +268,25 @@ class FailureWatch:
         shared = self.cause.kind in {"mismatch", "timeout"}  # of several ranks, and any of the others may be at fault
         own = {c.rank for c in self._candidates if shared and c.symptom == self.cause.symptom} | {self.cause.rank}
         others = [r for r, e in self.exits.items() if r not in own and (e.code or e.signal)]
+        same = [] if shared else [rank for rank in others if self._same_failure(rank)]
+        others = sorted(set(others).difference(same))
         label = "other ranks that failed" if shared else "secondary failures"
-        return [f"root cause: {self.cause.text}"] + ([f"{label}: {rank_words(others)}"] if others else [])
+        return [
+            f"root cause: {self.cause.text}",
+            *([f"the same failure: {rank_words(same)}"] if same else []),
+            *([f"{label}: {rank_words(others)}"] if others else []),
+        ]
+
+    def _same_failure(self, rank: int) -> bool:
+        """Whether a rank failed as the first one did, by itself: the same exception or exit at the same place."""
+        first = None if self.cause is None else self.cause.rank
+        if first is None:
+            return False
+        if first in self._raised and rank in self._raised:
+            ones = [self._raised[r] for r in (first, rank)]
+            return len({(one.type, one.file, one.line) for one in ones}) == 1 and ones[1].file is not None
+        place, code = self._exit_places.get(first), self.exits[first].code if first in self.exits else None
+        return bool(place) and place == self._exit_places.get(rank) and code == self.exits[rank].code
 
     @property
     def running_nodes(self) -> list[str]:
@@ -447,7 +466,8 @@ class FailureWatch:
         if event.signal is not None:
             how = signal_text(event.signal, forwarded=event.signal in self._forwarded, oom=bool(event.oom))
         else:
-            how = code_text(event.code or 0)
+            place = self._exit_places.get(event.rank)
+            how = code_text(event.code or 0, f"sys.exit() at {place}" if place else "")
         kind: FailureKind = "signal" if event.signal is not None else "exit"
         node = self.ranks[event.rank].node
         # Libraries abort after such an error. A code is the script's own decision, whatever it printed before.

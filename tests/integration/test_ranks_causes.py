@@ -62,7 +62,13 @@ def plain():
 def wrapped():
     library.call(boom)
 
-(chained, handled, hydra, group, text, wrapped, plain)[int(os.environ["RANK"])]()
+def usage():
+    sys.exit("--data is missing")
+
+def bare():
+    assert not sys.argv
+
+(chained, handled, hydra, group, text, wrapped, plain, usage, bare)[int(os.environ["RANK"])]()
 """
 
 
@@ -72,10 +78,12 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=7) as here:
+    with node(folder, SCRIPT, count=9) as here:
         go(here)
         here.wait_ended()
-        yield str(folder / "script.py"), {data["rank"]: data for data in here.data("raised")}
+        found = {data["rank"]: data for data in here.data("raised")}
+        found[6] = next(data for data in here.data("leaving") if data["rank"] == 6)
+        yield str(folder / "script.py"), found
 
 
 BOOM = ("ValueError", "wrong\nvalue", 7, "boom")
@@ -90,6 +98,8 @@ BOOM = ("ValueError", "wrong\nvalue", 7, "boom")
         (3, ("ValueError", "of the group", None, None), "first of 2 in ExceptionGroup: several (2 sub-exceptions)"),
         (4, BOOM, "reported by RuntimeError for {}:38"),
         (5, BOOM, "raised again as RuntimeError: error in call to boom"),
+        (7, ("SystemExit", "--data is missing", 47, "usage"), ""),
+        (8, ("AssertionError", "assert not sys.argv", 50, "bare"), ""),
     ],
 )
 def test_the_cause_in_a_chain_of_exceptions(
@@ -103,8 +113,9 @@ def test_the_cause_in_a_chain_of_exceptions(
     )
 
 
-def test_an_exit_of_its_own_is_no_exception(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:
-    assert sorted(raised[1]) == [0, 1, 2, 3, 4, 5]
+def test_an_exit_code_of_its_own_is_no_exception(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:
+    script, found = raised
+    assert found[6] == {"rank": 6, "code": 4, "place": f"{script}:41 in plain"}
 
 
 CHILDREN = """

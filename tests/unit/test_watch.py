@@ -209,6 +209,19 @@ def test_a_message_of_several_lines_is_printed_in_one() -> None:
     assert failed.messages[0] == "rank 1 (gpu01:3) failed: ValueError: bad line: a,,b ^"
 
 
+def test_ranks_that_fail_alike_are_no_secondary_failures() -> None:
+    alike = [Raised(rank, "OSError", f"/data/{rank}", "/exp/train.py", 9, "load") for rank in (0, 1)]
+    failed = feed(watch(), *alike, lost(2), *(Exited(rank, code=1) for rank in range(3)))
+    assert failed.summary()[1:] == ["the same failure: rank 1", "secondary failures: rank 2"]
+    usage = [events.Leaving(rank, 2, place="/exp/train.py:5") for rank in (0, 1)]
+    left = feed(watch(), *usage, Exited(0, code=2), Exited(1, code=2), Exited(2, signal=15))
+    assert left.summary() == [
+        "root cause: rank 0 (gpu01:0) ended with exit code 2 (sys.exit() at /exp/train.py:5)",
+        "the same failure: rank 1",
+        "secondary failures: rank 2",
+    ]
+
+
 SIZES = "what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 2000 vs 1000. Received data size …"
 
 
@@ -364,7 +377,10 @@ def test_what_sigterm_ended_is_the_cause_when_all_nodes_are_empty() -> None:
     failed.event("gpu01", NodeEnded(0), 10.1)
     failed.event("gpu02", NodeEnded(0), 10.1)
     failed.tick(10.1)
-    assert failed.messages == ["rank 0 (gpu01:0) was killed by SIGTERM"]
+    assert failed.messages == [
+        "rank 0 (gpu01:0) was killed by SIGTERM: another process sent it, such as Slurm, an administrator's or one of "
+        "the script"
+    ]
 
 
 def test_events_about_the_ranks_of_another_node_are_ignored() -> None:

@@ -14,6 +14,7 @@ _SIGNALS = {
     signal.SIGABRT: "native code ended the process",
     signal.SIGILL: "an instruction that this CPU lacks: code built for another one",
     signal.SIGFPE: "an arithmetic error in native code, such as an integer division by zero",
+    signal.SIGTERM: "another process sent it, such as Slurm, an administrator's or one of the script",
     signal.SIGKILL: "no out-of-memory kill is recorded; another process sent it, such as Slurm or an administrator's",
     signal.SIGXCPU: "it reached its CPU time limit (ulimit -t)",
 }
@@ -47,10 +48,10 @@ def signal_text(number: int, *, forwarded: bool, oom: bool) -> str:
     return f"was killed by {name}" + (f": {meaning}" if meaning else "")
 
 
-def code_text(code: int) -> str:
-    """Return how a rank exited, with the meaning of the code where there is a convention."""
-    meaning = _CODES.get(code)
-    if 128 < code <= 128 + signal.NSIG:
+def code_text(code: int, origin: str = "") -> str:
+    """Return how a rank exited, with ``origin`` or the meaning of the code where there is a convention."""
+    meaning = origin or _CODES.get(code)
+    if not origin and 128 < code <= 128 + signal.NSIG:
         meaning = f"128 + {code - 128}: a process that it waited for was killed by {signal_name(code - 128)}"
     return f"ended with exit code {code}" + (f" ({meaning})" if meaning else "")
 

@@ -3,6 +3,7 @@
 This source is executed in the rank, after ``traceback_text`` and ``ddp_parameters``.
 """
 
+import linecache
 import re
 import traceback
 
@@ -35,7 +36,7 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
     kind, message, place, notes = _read(cause, cause_trace)
     parameters = ddp_parameters.without_gradient(message, cause_trace)
     notes += [parameters] if parameters else []
-    if isinstance(error, SystemExit):
+    if isinstance(error, SystemExit) and cause is not error:
         notes.append("handled with sys.exit(%s)%s" % (error.code, _at(_place(error, trace))))
     elif at > 0 and _members(chain[at - 1][0]):
         notes.append("first of %d in %s" % (len(_members(chain[at - 1][0])), _brief(chain[at - 1][0])))
@@ -46,6 +47,8 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
         if _brief(other) != _brief(cause):
             notes.append(word + " " + _brief(other) + _at(_place(other, other.__traceback__)))
     file, line, function = place
+    if not message and file is not None and line is not None:
+        message = linecache.getline(file, line).strip()  # `assert loss < limit`
     return {
         "type": kind,
         "message": message[:_TEXT],
@@ -137,6 +140,13 @@ def _place(error: BaseException, trace: "Optional[TracebackType]") -> "Place":
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno, None
     return traceback_text.innermost([(f.filename, f.lineno, f.name) for f in traceback.extract_tb(trace)])
+
+
+def place_of(error: BaseException, trace: "Optional[TracebackType]") -> str:
+    """Return ``/exp/train.py:41 in main``: where the user's own code raised ``error``; "" if unknown."""
+    place = _place(error, trace)
+    inside = " in %s" % place[2] if place[2] not in (None, "<module>") else ""
+    return "%s:%s%s" % (place[0], place[1], inside) if place[0] is not None else ""
 
 
 def _at(place: "Place", word: str = " at") -> str:

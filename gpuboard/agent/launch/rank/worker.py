@@ -58,10 +58,16 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
         else:
             _run_function(namespace, config)
     except SystemExit as end:
-        if end.code not in (None, 0) and end.__context__ is not None and not end.__suppress_context__:
+        handled = end.__context__ is not None and not end.__suppress_context__
+        if isinstance(end.code, str) or (end.code not in (None, 0) and handled):
             _report(channel, end, state)  # hydra, click and many a main() handle errors with an exit
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        channel.send(dict(_calls(state) if code == 0 else {}, t="leaving", code=code & 255))
+        if code == 0:
+            channel.send(dict(_calls(state), t="leaving", code=0))
+        else:
+            channel.send(
+                {"t": "leaving", "code": code & 255, "place": exception.place_of(end, _strip(end.__traceback__))}
+            )
         raise
     except BaseException as error:
         _report(channel, error, state)
