@@ -380,12 +380,12 @@ class Head:
             verdict = self._stalls.verdict
             if verdict is not None:
                 self._check_gpus()
-            if verdict is not None and self._plan.options.on_stall == "kill":
+            if self._stalls.stalled and verdict is not None and self._plan.options.on_stall == "kill":
                 self._watch.stalled(verdict, now)
         if self._stalls.verdict is None and self._straggler.tick(now, self._watch.running_nodes):
             self._outcome.changed()
         if self._outcome.state in {"running", "stalled"}:
-            self._outcome.state = "running" if self._stalls.verdict is None else "stalled"
+            self._outcome.state = "stalled" if self._stalls.stalled else "running"
 
     def _on_signal(self, number: int, now: float) -> None:
         if number == signal.SIGINT:

@@ -234,6 +234,25 @@ def test_a_handle_of_a_transfer_is_known_by_its_line(
     assert (found.words[: len(words)] if found and words else found) == words
 
 
+@pytest.mark.parametrize(
+    ("joins", "words"),
+    [
+        ([(0, 3), (1, 3)], "rank 0 (gpu01:0) passed rank=0 and world_size=3; rank 1 (gpu01:1) passed rank=1"),
+        ([(0, 2), (0, 2)], "rank 0 (gpu01:0) passed rank=0 and world_size=2; rank 1 (gpu01:1) passed rank=0"),
+        ([(0, 2), (1, 2)], None),
+    ],
+    ids=["more than the run has", "LOCAL_RANK on two nodes", "right"],
+)
+def test_numbers_with_which_no_group_can_form_are_named(joins: list[tuple[int, int]], words: str | None) -> None:
+    found = verdict(*(seen(rank, INIT, joins_as=pair) for rank, pair in enumerate(joins)))
+    assert found is not None
+    if words is None:
+        assert found.kind == "stall-network"
+    else:
+        assert (found.kind, found.ranks) == ("stall-mismatch", (0, 1))
+        assert found.words.startswith(f"in init_process_group at train.py:9: the run has 2 ranks; {words}")
+
+
 def test_ranks_that_broadcast_from_different_ranks_differ() -> None:
     stack = [StackFrame("broadcast", f"{TORCH}distributed/distributed_c10d.py", 3151), *REDUCE[1:]]
     found = verdict(*(seen(rank, stack, group(12, 11, "broadcast"), peer=rank // 2) for rank in range(3)))

@@ -80,6 +80,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     ``state`` is the letter of proc(5), None after its end. ``cpu`` is its share of one core over the last second,
     ``moved_bytes`` its input and output in that time. ``collectives`` None: no flight recorder could be read.
     ``peer`` is the rank that it receives from or sends to, or the root of its broadcast in the process group;
+    ``joins_as`` the rank and the world size that it passes to init_process_group;
     ``source`` the line of the user's own code at which it waits, "" if that has called other Python code.
     """
 
@@ -97,6 +98,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     collectives: list[ProcessGroup] | None = None
     name: str = ""  # of its program
     peer: Count | None = None
+    joins_as: tuple[Count, Count] | None = None
     source: str = ""
 
 

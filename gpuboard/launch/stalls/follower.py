@@ -74,6 +74,11 @@ class StallFollower:
         if (message := silent_difference(self._leaving, labels)) is not None:
             self._notify(message)
 
+    @property
+    def stalled(self) -> bool:
+        """Whether the verdict that stands is about a stall, and not about ranks that compute for long."""
+        return self.verdict is not None and self.verdict.kind != "slow"
+
     def tick(self, now: float) -> bool:
         """Inspect if that is due, print what is new; return whether the verdict has changed."""
         if self._watch.due(now):
@@ -135,10 +140,10 @@ class StallFollower:
         stall = report.stall
         verdict = VerdictView(
             iso(time.time()),
-            stall.kind,
+            "slow" if report.computes else stall.kind,
             stall.ranks[0] if len(stall.ranks) == 1 else None,
             stall.node,
-            f"stalled: {stall.text(now - report.since)}",
+            report.text(now),
             "\n".join([*report.picture, *([f"→ {stall.remedy}"] if stall.remedy else [])]),
             report.groups,
         )

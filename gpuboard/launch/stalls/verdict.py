@@ -67,6 +67,8 @@ def diagnose(activities: Mapping[int, Activity]) -> Stall | None:
         return _stopped(stopped, waits, activities)
     if not waits:
         return None
+    if (wrong := _wrong_numbers(activities)) is not None:
+        return wrong
     last = roots(waits)
     if last:
         return _behind([activities[rank] for rank in sorted(last)], waits, activities)
@@ -192,6 +194,33 @@ def _waiting(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activ
     parts = [f"; {_labels(same)} {'waits' if len(same) == 1 else 'wait'} {words}" for words, same in doing.items()]
     more = f"; {len(parts) - _NAMED} more places" if len(parts) > _NAMED else ""
     return "".join(parts[:_NAMED]) + more
+
+
+def _wrong_numbers(activities: Mapping[int, Activity]) -> Stall | None:
+    """Return the verdict if ranks passed numbers to init_process_group with which the group cannot be complete."""
+    joins = {
+        rank: one.evidence.joins_as
+        for rank, one in activities.items()
+        if one.doing == "init" and one.evidence is not None and one.evidence.joins_as is not None
+    }
+    sizes = {size for _, size in joins.values()}
+    twice = len({number for number, _ in joins.values()}) < len(joins)
+    if len(sizes) < 2 and not twice and max(sizes, default=0) <= len(activities):
+        return None
+    ones = [activities[rank] for rank in joins]
+    parts = [
+        f"{activities[rank].status.label} passed rank={number} and world_size={size}"
+        for rank, (number, size) in list(joins.items())[:_NAMED]
+    ]
+    parts += [f"{len(joins) - _NAMED} more"] if len(joins) > _NAMED else []
+    return Stall(
+        "stall-mismatch",
+        tuple(joins),
+        _suspect(ones),
+        f"in init_process_group{_at(ones[0])}: the run has {len(activities)} ranks; {'; '.join(parts)}",
+        "call init_process_group without rank and world_size, or with RANK (not LOCAL_RANK) and WORLD_SIZE",
+        sure=True,
+    )
 
 
 def _stopped(ones: list[Activity], waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:

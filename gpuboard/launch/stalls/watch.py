@@ -28,15 +28,17 @@ class StallTiming(msgspec.Struct, frozen=True):
     idle_s: float = 7.0
     # wait for a rank in uninterruptible sleep: a write to a slow file system, or a driver that hangs
     blocked_s: float = 15.0
-    # wait for a rank that computes at one place
+    # wait for a rank that computes at one place with the GIL held: torch releases it in its own computations
     busy_s: float = 7.0
     # wait for a rank that computes or writes and whose stack changes: a slow step, a checkpoint; also for one that
     # computes before the first collective is complete: rank 0 often prepares the data for all
     slow_s: float = 40.0
+    # wait for such a rank from which on this is called a stall: a long evaluation is none
+    long_s: float = 300.0
     # wait for a rank that still imports torch
     importing_s: float = 60.0
     # wait for ranks that are all quiet and not in a collective: a download, an input prompt
-    all_quiet_s: float = 90.0
+    all_quiet_s: float = 50.0
     # first interval between two messages about the same stall; doubles each time
     repeat_s: float = 30.0
     # interval of inspections of ranks on GPUs, which may use a whole CPU while they wait
@@ -47,7 +49,8 @@ DEFAULT_STALL_TIMING = StallTiming()
 
 
 class StallReport(msgspec.Struct, frozen=True):
-    """A verdict that stands. ``since`` is when the ranks began to wait."""
+    """A verdict that stands. ``since`` is when the ranks began to wait. ``computes``: so do the suspects, so that the
+    run is slow and not stalled."""
 
     stall: Stall
     since: float
@@ -55,11 +58,16 @@ class StallReport(msgspec.Struct, frozen=True):
     picture: list[str]
     evidence: list[RankEvidence]
     groups: list[RankGroup]
+    computes: bool = False
 
     @property
     def identity(self) -> object:
         """Equal for reports of the same stall."""
-        return self.stall.kind, self.stall.ranks, self.place
+        return self.stall.kind, self.stall.ranks, self.place if not self.computes else None
+
+    def text(self, now: float) -> str:
+        """Return the message about it."""
+        return f"{'' if self.computes else 'stalled: '}{self.stall.text(now - self.since)}"
 
 
 class StallWatch:
@@ -149,7 +157,8 @@ class StallWatch:
             self._confirmed = True
             self._next_on_gpus = now + min(self._gpu_s, self._timing.again_s)
         stacks = [_stack(activities[rank]) for rank in stall.ranks if rank in activities]
-        if stacks != self._suspects or any(one.moved_bytes for r, one in evidence.items() if r in stall.ranks):
+        suspects = [one for rank, one in evidence.items() if rank in stall.ranks]
+        if stacks != self._suspects or any(one.moved_bytes or one.gil is False for one in suspects):
             self._suspects, self._still_since = stacks, now
         place = _place(stall, activities)
         waited = now - self._since
@@ -161,7 +170,8 @@ class StallWatch:
             return
         groups = grouped(activities, stall)
         lines = picture(groups, activities)
-        self._say(StallReport(stall, self._since, place, lines, list(evidence.values()), groups), waited, now)
+        computes = self._computes(stall, waited, now)
+        self._say(StallReport(stall, self._since, place, lines, list(evidence.values()), groups, computes), now)
 
     def _wanted(self, stall: Stall, place: str, now: float) -> float:
         """Return how long ranks must have waited before the verdict is given."""
@@ -180,7 +190,16 @@ class StallWatch:
             wanted = min(wanted, max(timing.busy_s * slowdown, still_s))
         return max(wanted, 2.0 * self._patience.get(place, 0.0))
 
-    def _say(self, report: StallReport, waited: float, now: float) -> None:
+    def _computes(self, stall: Stall, waited: float, now: float) -> bool:
+        """Whether suspects that use a CPU seem to make progress."""
+        timing = self._timing
+        still_s = (
+            timing.slow_s if self.report is not None and self.report.computes else timing.busy_s - 2 * timing.again_s
+        )
+        moves = stall.importing or self._preparing or now - self._still_since < still_s
+        return bool(stall.cpu) and moves and waited < timing.long_s
+
+    def _say(self, report: StallReport, now: float) -> None:
         first = self.report is None or self.report.identity != report.identity
         if first:
             self._repeat_s = self._timing.repeat_s
@@ -191,7 +210,7 @@ class StallWatch:
             self._repeat_s *= 2
         self._repeat_at = now + self._repeat_s
         self.report = report
-        self.messages.append(f"stalled: {report.stall.text(waited)}")
+        self.messages.append(report.text(now))
         if first and report.stall.remedy:
             self.messages.append(f"  → {report.stall.remedy}")
         if first and len(report.picture) > 2:  # otherwise the sentence contains it
@@ -220,7 +239,7 @@ class StallWatch:
         words = "while no rank computes, reads or writes: " + "; ".join(lines[:3])
         stall = Stall("stall-idle", tuple(running), None, words)
         self._key = ("idle",)
-        self._say(StallReport(stall, since, "", lines, [], groups), now - since, now)
+        self._say(StallReport(stall, since, "", lines, [], groups), now)
 
 
 def _progress(one: Activity) -> object:

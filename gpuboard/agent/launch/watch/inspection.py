@@ -4,6 +4,7 @@ import base64
 import json
 import linecache
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -25,6 +26,7 @@ _FRAMES = 64  # of a stack: the innermost ones
 _CHILDREN = 8  # of a rank whose stacks are read, for example DataLoader workers
 _RECENT = 8  # collectives of each process group that are reported
 _SOURCE = 200  # characters of a line of the user's code
+_NUMBER = re.compile(r"[0-9]{1,9}$")
 _C10D = "torch/distributed/distributed_c10d.py"
 # Functions of that module that exchange data with one rank → the variables with its number: of all ranks in a transfer,
 # of the process group in a collective
@@ -84,9 +86,9 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dic
         item.update(_stack(spies.get(item["pid"]), item["pid"], until))
         for child in item["children"]:
             child.update(_stack(spies.get(child["pid"]), child["pid"], until))
-    again = {item["pid"]: _spy(pyspy, item["pid"], locals_too=True) for item in found if _call_with_peer(item["stack"])}
+    again = {item["pid"]: _spy(pyspy, item["pid"], locals_too=True) for item in found if _needs_locals(item["stack"])}
     for item in found:
-        item["peer"] = _peer(again.get(item["pid"]), item["pid"], until)
+        item.update(_arguments(again[item["pid"]], item["pid"], until) if item["pid"] in again else {})
         item["source"] = _source(item["stack"])
     return {"ranks": found, "load": load()}
 
@@ -142,19 +144,27 @@ def _main_thread(
     return next((thread for thread in threads if thread.get("os_thread_id") == pid), threads[0]), ""
 
 
-def _call_with_peer(stack: "List[Dict[str, Any]]") -> bool:
-    return bool(stack) and stack[0]["file"].endswith(_C10D) and stack[0]["function"] in _PEERS
+def _needs_locals(stack: "List[Dict[str, Any]]") -> bool:
+    initializes = any(f["function"] == "init_process_group" and f["file"].endswith(_C10D) for f in stack)
+    return initializes or (bool(stack) and stack[0]["file"].endswith(_C10D) and stack[0]["function"] in _PEERS)
 
 
-def _peer(spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float) -> "Optional[int]":
-    """Return the rank with which the innermost call exchanges data, from its local variables; None if unknown."""
+def _arguments(spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float) -> "Dict[str, Any]":
+    """Return ``peer``, the rank with which the innermost call exchanges data, or ``joins_as``, the rank and world size
+    that a rank passes to init_process_group, from their local variables; {} if unknown."""
     main = _main_thread(spy, pid, until)[0]
-    if main is None or not _call_with_peer(_frames(main)[:1]):
-        return None  # it has moved on
-    frame = next(frame for frame in main["frames"] if frame["filename"].endswith(_C10D))
-    values = {local["name"]: local["repr"] for local in frame.get("locals") or []}
-    known = [str(values.get(name)) for name in _PEERS[frame["name"]]]
-    return next((int(value) for value in known if value.isdigit()), None)
+    if main is None or not _needs_locals(_frames(main)):
+        return {}  # it has moved on
+    for frame in main["frames"]:
+        known = {
+            local["name"]: int(local["repr"]) for local in frame.get("locals") or [] if _NUMBER.match(local["repr"])
+        }
+        if "torch/distributed/" in frame["filename"] and "rank" in known and "world_size" in known:
+            return {"joins_as": [known["rank"], known["world_size"]]}
+        if frame["filename"].endswith(_C10D) and frame["name"] in _PEERS:
+            found = [known[name] for name in _PEERS[frame["name"]] if name in known]
+            return {"peer": found[0]} if found else {}
+    return {}
 
 
 def _source(stack: "List[Dict[str, Any]]") -> str:
