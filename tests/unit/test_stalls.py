@@ -304,6 +304,7 @@ class Run:
         self.suspect = suspect
         self.quiet = quiet
         self.load = load
+        self.computes = False  # rank 1 has other local variables at every inspection
         self.watch.quiet(0, 3.0, load, 3.0)
         if quiet:
             self.watch.quiet(1, 3.0, load, 3.0)
@@ -315,7 +316,8 @@ class Run:
             if self.watch.due(now):
                 begun, now = now, now + took
                 statuses = [status(0, self.watch.quiet_s(0, now)), status(1, self.watch.quiet_s(1, now))]
-                self.watch.inspected(statuses, [Inspection([self.waiting, self.suspect], self.load)], now, begun)
+                suspect = msgspec.structs.replace(self.suspect, variables=round(10 * now) if self.computes else 0)
+                self.watch.inspected(statuses, [Inspection([self.waiting, suspect], self.load)], now, begun)
                 if self.watch.messages:
                     return now
             now += 0.1
@@ -353,6 +355,28 @@ def test_a_rank_that_computes_before_the_first_collective_is_given_time() -> Non
     preparing, first = seen(1, LOAD, cpu=0.95), seen(0, REDUCE, group(1, -1))
     assert Run(preparing, quiet=False, waiting=first).follow(39) is None
     assert Run(preparing, quiet=False, waiting=first).follow(60) == pytest.approx(41, abs=2)
+
+
+@pytest.mark.parametrize("releases_gil", [False, True])
+def test_a_rank_that_computes_for_long_is_named_without_calling_it_a_stall(releases_gil: bool) -> None:
+    run = Run(msgspec.structs.replace(BUSY, gil=not releases_gil), quiet=False)
+    run.computes = not releases_gil
+    reported = run.follow(100)
+    assert reported == pytest.approx(41, abs=2)
+    assert run.watch.messages[0].startswith("waiting 40 s for rank 1 (gpu01:1), which is at train.py:41 in load_batch")
+    assert run.watch.report is not None
+    assert run.watch.report.computes
+    while not run.watch.messages[0].startswith("stalled: "):
+        run.watch.messages.clear()
+        assert reported is not None
+        reported = run.follow(1000, start=reported + 1)
+    assert reported == pytest.approx(340, abs=40)
+
+
+def test_ranks_that_are_all_idle_elsewhere_are_reported() -> None:
+    run = Run(IDLE, quiet=True, waiting=seen(0, LOAD, group(11, 11)))
+    assert run.follow(100) == pytest.approx(45, abs=2)
+    assert run.watch.messages[0].startswith("stalled: waiting 45 s while no rank computes, reads or writes: ranks 0-1")
 
 
 def test_a_rank_that_writes_is_given_time() -> None:

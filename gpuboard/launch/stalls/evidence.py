@@ -97,6 +97,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     children: list[ChildProcess] = []
     collectives: list[ProcessGroup] | None = None
     name: str = ""  # of its program
+    variables: Count = 0  # checksum of local variables
     peer: Count | None = None
     joins_as: tuple[Count, Count] | None = None
     source: str = ""

@@ -38,7 +38,7 @@ class StallTiming(msgspec.Struct, frozen=True):
     # wait for a rank that still imports torch
     importing_s: float = 60.0
     # wait for ranks that are all quiet and not in a collective: a download, an input prompt
-    all_quiet_s: float = 50.0
+    all_quiet_s: float = 45.0
     # first interval between two messages about the same stall; doubles each time
     repeat_s: float = 30.0
     # interval of inspections of ranks on GPUs, which may use a whole CPU while they wait
@@ -233,6 +233,7 @@ class StallWatch:
             return
         since = max(self._quiet[rank] for rank in running)
         if now - since < self._timing.all_quiet_s:
+            self._look_at = min(self._look_at, since + self._timing.all_quiet_s)
             return
         groups = grouped(activities, None)
         lines = picture(groups, activities)
@@ -251,7 +252,7 @@ def _stack(one: Activity) -> object:
     evidence = one.evidence
     if evidence is None:
         return None
-    return evidence.stack, [(child.pid, child.stack) for child in evidence.children]
+    return evidence.stack, evidence.variables, [(child.pid, child.stack) for child in evidence.children]
 
 
 def _place(stall: Stall, activities: Mapping[int, Activity]) -> str:

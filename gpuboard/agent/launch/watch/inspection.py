@@ -24,6 +24,7 @@ _STACK_S = 3.0  # of py-spy: 0.1 s as a rule, more on a busy node
 _ANSWER_S = 1.0  # of all ranks' worker servers, whose threads need no GIL for the flight recorder
 _FRAMES = 64  # of a stack: the innermost ones
 _CHILDREN = 8  # of a rank whose stacks are read, for example DataLoader workers
+_CHANGING = 8  # innermost frames whose variables show whether a rank makes progress
 _RECENT = 8  # collectives of each process group that are reported
 _SOURCE = 200  # characters of a line of the user's code
 _NUMBER = re.compile(r"[0-9]{1,9}$")
@@ -80,15 +81,17 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dic
         found.append(item)
         for process in [own, *children[:_CHILDREN]]:
             if process is not None and process.state not in "ZX":
-                spies[process.pid] = _spy(pyspy, process.pid, stopped=process.state in "tT")
+                spies[process.pid] = _spy(pyspy, process.pid, process.state in "tT", locals_too=process is own)
     until = time.monotonic() + _STACK_S
     for item in found:
         item.update(_stack(spies.get(item["pid"]), item["pid"], until))
         for child in item["children"]:
             child.update(_stack(spies.get(child["pid"]), child["pid"], until))
-    again = {item["pid"]: _spy(pyspy, item["pid"], locals_too=True) for item in found if _needs_locals(item["stack"])}
-    for item in found:
-        item.update(_arguments(again[item["pid"]], item["pid"], until) if item["pid"] in again else {})
+        if item.get("stack_error") and item["state"] not in ("t", "T", None) and time.monotonic() < until:
+            plain = _stack(_spy(pyspy, item["pid"], stopped=False, locals_too=False), item["pid"], until)
+            item.update(
+                dict(plain, stack_error=plain.get("stack_error"))
+            )  # its variables may be what py-spy cannot read
         item["source"] = _source(item["stack"])
     return {"ranks": found, "load": load()}
 
@@ -101,9 +104,7 @@ def _wchan(pid: int) -> "Optional[str]":
         return None
 
 
-def _spy(
-    pyspy: "Optional[str]", pid: int, stopped: bool = False, locals_too: bool = False
-) -> "Optional[subprocess.Popen[bytes]]":
+def _spy(pyspy: "Optional[str]", pid: int, stopped: bool, locals_too: bool) -> "Optional[subprocess.Popen[bytes]]":
     if pyspy is None:
         return None
     # A stopped process cannot be attached to; its memory does not change either.
@@ -116,55 +117,43 @@ def _spy(
 
 
 def _stack(spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float) -> "Dict[str, Any]":
-    """Return ``stack`` of the main thread, ``active`` and ``gil``; ``stack_error`` if py-spy failed."""
-    main, error = _main_thread(spy, pid, until)
-    if main is None:
-        return {"stack": [], "stack_error": error}
-    return {"stack": _frames(main), "active": bool(main.get("active")), "gil": bool(main.get("owns_gil"))}
-
-
-def _main_thread(
-    spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float
-) -> "Tuple[Optional[Dict[str, Any]], str]":
-    """Return what py-spy found of the main thread; None and the reason if it failed."""
+    """Return ``stack`` of the main thread, ``active``, ``gil`` and what its variables show; ``stack_error`` if py-spy
+    failed."""
     if spy is None:
-        return None, "py-spy cannot be started"
+        return {"stack": [], "stack_error": "py-spy cannot be started"}
     try:
         out, err = spy.communicate(timeout=max(0.01, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         spy.kill()
-        return None, "py-spy did not end within %d s" % _STACK_S
+        return {"stack": [], "stack_error": "py-spy did not end within %d s" % _STACK_S}
     try:
         threads = json.loads(out.decode("utf-8"))
     except ValueError:
         lines = err.decode("utf-8", "replace").strip().splitlines()
-        return None, lines[-1] if lines else "py-spy ended with %d" % spy.returncode
+        return {"stack": [], "stack_error": lines[-1] if lines else "py-spy ended with %d" % spy.returncode}
     if not threads:
-        return None, "no Python threads"
-    return next((thread for thread in threads if thread.get("os_thread_id") == pid), threads[0]), ""
+        return {"stack": [], "stack_error": "no Python threads"}
+    main = next((thread for thread in threads if thread.get("os_thread_id") == pid), threads[0])
+    found = {"stack": _frames(main), "active": bool(main.get("active")), "gil": bool(main.get("owns_gil"))}
+    return dict(found, **_variables(main["frames"]))
 
 
-def _needs_locals(stack: "List[Dict[str, Any]]") -> bool:
-    initializes = any(f["function"] == "init_process_group" and f["file"].endswith(_C10D) for f in stack)
-    return initializes or (bool(stack) and stack[0]["file"].endswith(_C10D) and stack[0]["function"] in _PEERS)
-
-
-def _arguments(spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float) -> "Dict[str, Any]":
-    """Return ``peer``, the rank with which the innermost call exchanges data, or ``joins_as``, the rank and world size
-    that a rank passes to init_process_group, from their local variables; {} if unknown."""
-    main = _main_thread(spy, pid, until)[0]
-    if main is None or not _needs_locals(_frames(main)):
-        return {}  # it has moved on
-    for frame in main["frames"]:
-        known = {
-            local["name"]: int(local["repr"]) for local in frame.get("locals") or [] if _NUMBER.match(local["repr"])
-        }
+def _variables(frames: "List[Dict[str, Any]]") -> "Dict[str, Any]":
+    """Return ``variables``, a checksum of the innermost frames' local variables, and if they show it ``peer``, the rank
+    with which the innermost call exchanges data, or ``joins_as``, the rank and world size of init_process_group."""
+    found: "Dict[str, Any]" = {}
+    checksum = 0
+    for at, frame in enumerate(frames[:_FRAMES]):
+        values = {local["name"]: str(local["repr"]) for local in frame.get("locals") or []}
+        if at < _CHANGING:
+            checksum = zlib.crc32(repr(sorted(values.items())).encode("utf-8", "replace"), checksum)
+        known = {name: int(value) for name, value in values.items() if _NUMBER.match(value)}
+        if at == 0 and frame["filename"].endswith(_C10D):
+            peers = [known[name] for name in _PEERS.get(frame["name"], ()) if name in known]
+            found.update({"peer": peers[0]} if peers else {})
         if "torch/distributed/" in frame["filename"] and "rank" in known and "world_size" in known:
-            return {"joins_as": [known["rank"], known["world_size"]]}
-        if frame["filename"].endswith(_C10D) and frame["name"] in _PEERS:
-            found = [known[name] for name in _PEERS[frame["name"]] if name in known]
-            return {"peer": found[0]} if found else {}
-    return {}
+            found.setdefault("joins_as", [known["rank"], known["world_size"]])
+    return dict(found, variables=checksum)
 
 
 def _source(stack: "List[Dict[str, Any]]") -> str:
