@@ -10,7 +10,7 @@ from gpuboard.model.text import clean
 
 _SIGNALS = {
     signal.SIGSEGV: "invalid memory access in native code (a C++ or CUDA extension, or libraries of different builds)",
-    signal.SIGBUS: "memory that it mapped could not be provided, mostly for want of space in /dev/shm",
+    signal.SIGBUS: "memory that it mapped could not be provided: no space in /dev/shm, or a mapped file was truncated",
     signal.SIGABRT: "native code ended the process",
     signal.SIGILL: "an instruction that this CPU lacks: code built for another one",
     signal.SIGFPE: "an arithmetic error in native code, such as an integer division by zero",

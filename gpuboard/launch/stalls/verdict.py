@@ -13,7 +13,7 @@ from gpuboard.launch.stalls.evidence import Collective, RankEvidence, dataset_fr
 from gpuboard.launch.stalls.pace import GroupPace
 from gpuboard.launch.stalls.waits import (
     DEFAULT_GROUP,
-    UNKNOWN_TRANSFER,
+    HANDLE_WAIT,
     Activity,
     RankGroup,
     RankStatus,
@@ -446,7 +446,7 @@ def _other_roots(ones: list[Activity]) -> Stall | None:
 
 def _unmatched(ones: list[Activity]) -> Stall | None:
     """Return the verdict if every rank waits and some of them for a send or receive of an unknown rank."""
-    if not any(one.peer is None and one.call in {"send", "recv", UNKNOWN_TRANSFER} for one in ones):
+    if not any(one.peer is None and one.call in {"send", "recv", HANDLE_WAIT} for one in ones):
         return None
     parts = [f"{one.status.label} waits in {_collective(one)}{_at(one)}" for one in ones[:_NAMED]]
     return Stall(

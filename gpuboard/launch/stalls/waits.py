@@ -20,7 +20,7 @@ from gpuboard.launch.stalls.evidence import (
     waits_in_init,
 )
 
-UNKNOWN_TRANSFER = "a send or receive"  # of a handle, whose other rank is not known
+HANDLE_WAIT = "wait()"  # of a handle: what it waits for is not known
 DEFAULT_GROUP = "0"  # torch's name of the group that init_process_group makes, of which every rank is a member
 
 
@@ -110,7 +110,7 @@ def activity(status: RankStatus, evidence: RankEvidence | None) -> Activity:
     if call and call != "backward" and not evidence.collectives:  # no flight recorder
         return Activity(status, evidence, "collective", frame, call)
     if status.joined and status.quiet_s is not None and waits_for_work(evidence):
-        return Activity(status, evidence, "collective", frame, call or UNKNOWN_TRANSFER)
+        return Activity(status, evidence, "collective", frame, call or HANDLE_WAIT)
     if call == "backward" and evidence.collectives is None and status.quiet_s is not None:
         return Activity(status, evidence, "collective", frame, call)
     return Activity(status, evidence, "data" if waits_for_data(evidence.stack) else "code", frame, call)
