@@ -14,6 +14,7 @@ import msgspec
 
 from gpuboard.launch import events
 from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text
+from gpuboard.launch.causes.models import compares_models, different_models
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.runs.folder import RankView, VerdictView
@@ -247,7 +248,7 @@ class FailureWatch:
             return 0
         if self.cause.kind == "exit" and self.cause.rank in self._left:
             return self._left[self.cause.rank][1] or 1
-        if self.cause.rank not in self.exits or self.cause.kind in {"stalled", "timeout", "left-group"}:
+        if self.cause.rank not in self.exits or self.cause.kind in {"stalled", "timeout", "left-group", "mismatch"}:
             return 1
         ended = self.exits[self.cause.rank]
         if (
@@ -384,6 +385,13 @@ class FailureWatch:
 
     def _mismatch(self, found: list[Cause]) -> Cause:
         """The rank that receives too much data fails: with two ranks or many, that is not always the one at fault."""
+        errors = {c.rank: c.text for c in found if c.rank is not None}
+        if (models := different_models(errors, len(self.ranks))) is not None:
+            words, suspects = models
+            only = suspects[0] if len(suspects) == 1 else None
+            node = None if only is None else self.ranks[only].node
+            text = words + (f"; most likely wrong: {self._where(only)}" if only is not None else "")
+            return Cause("mismatch", only, node, text, found[0].text, symptom="mismatch", at=found[0].at)
         who = rank_words(list(self.ranks)).replace("-", " and ") if len(self.ranks) == 2 else "the ranks"
         sizes = _SIZES.search(found[0].evidence) or _SIZES.search(found[0].text)
         got = f"received {sizes[1]} bytes and expected {sizes[2]}" if sizes else "received data of another size"
@@ -505,7 +513,7 @@ class FailureWatch:
 
 def symptom_of(text: str) -> Symptom:
     """Return what an error is by its text."""
-    if _MISMATCH.search(text):
+    if _MISMATCH.search(text) or compares_models(text):
         return "mismatch"
     if _TIMEOUT.search(text):
         return "timeout"

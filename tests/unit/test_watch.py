@@ -239,6 +239,39 @@ def test_the_receiver_of_a_mismatch_is_not_blamed() -> None:
     assert failed.summary()[1] == "other ranks that failed: ranks 1-2"
 
 
+COUNTS = "DDP expects same model across all ranks, but Rank {} has {} params, while rank {} has inconsistent {} params."
+SIZES_OF = (
+    "[{}]: params[0] in this process with sizes [12, 16] appears not to match sizes of the same param in process 0."
+)
+
+
+@pytest.mark.parametrize(
+    ("errors", "words", "suspect"),
+    [
+        (
+            {0: COUNTS.format(0, 4, 1, 6), 2: COUNTS.format(2, 4, 1, 6)},
+            "ranks 0,2: 4 parameters; rank 1: 6 parameters; most likely wrong: rank 1 (gpu01:3)",
+            1,
+        ),
+        ({0: COUNTS.format(0, 4, 1, 6)}, "rank 0: 4 parameters; rank 1: 6 parameters", None),
+        (
+            {1: SIZES_OF.format(1)},
+            "rank 1: sizes [12, 16] of parameter 0; ranks 0,2: other sizes; most likely wrong: rank 1 (gpu01:3)",
+            1,
+        ),
+        (
+            {1: SIZES_OF.format(1), 2: SIZES_OF.format(2)},
+            "ranks 1-2: sizes [12, 16] of parameter 0; rank 0: other sizes; most likely wrong: rank 0 (gpu01:0)",
+            0,
+        ),
+    ],
+)
+def test_the_rank_with_another_model_is_named(errors: dict[int, str], words: str, suspect: int | None) -> None:
+    failed = later(watch(), *(Raised(rank, "RuntimeError", text) for rank, text in errors.items()))
+    assert failed.messages[0] == f"the ranks have different models: {words}"
+    assert (failed.cause and failed.cause.rank) == suspect
+
+
 def test_a_run_that_ends_while_its_collectives_are_compared_has_failed() -> None:
     failed = watch()
     failed.comparing = True
