@@ -163,6 +163,8 @@ def _collective(one: Activity) -> str:
     now = one.current
     if one.peer is not None:
         return f"{one.call} {'from' if one.call == 'recv' else 'to'} rank {one.peer}"
+    if one.call == HANDLE_WAIT and one.evidence is not None and one.evidence.source:
+        return clean(one.evidence.source, 80)
     if one.group is None or now is None:
         return one.call or "a collective"
     group = "" if one.group.name == "0" else f" of group {clean(one.group.name, 40)}"
@@ -454,7 +456,7 @@ def _unmatched(ones: list[Activity]) -> Stall | None:
         tuple(one.status.rank for one in ones),
         None,
         f"because every rank waits for another one: {'; '.join(parts)}",
-        _MATCHING,
+        "no rank sends or sets what these wait for: compare the order of the calls on all ranks",
     )
 
 
