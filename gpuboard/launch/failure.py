@@ -361,7 +361,7 @@ class FailureWatch:
         at, rank, code = left[0]
         if code:
             known = next((c for c in self._candidates if c.rank == rank), None)
-            text = f"{self._where(rank)} ended with exit code {code}"
+            text = f"{self._where(rank)} {self._code_text(rank, code)}"
             return known or Cause("exit", rank, self.ranks[rank].node, text, at=at)
         gone = [rank for _, rank, code in left if not code]
         others = rank_words([c.rank for c in self._candidates if c.rank is not None])
@@ -474,8 +474,7 @@ class FailureWatch:
         if event.signal is not None:
             how = signal_text(event.signal, forwarded=event.signal in self._forwarded, oom=bool(event.oom))
         else:
-            place = self._exit_places.get(event.rank)
-            how = code_text(event.code or 0, f"sys.exit() at {place}" if place else "")
+            how = self._code_text(event.rank, event.code or 0)
         kind: FailureKind = "signal" if event.signal is not None else "exit"
         node = self.ranks[event.rank].node
         # Libraries abort after such an error. A code is the script's own decision, whatever it printed before.
@@ -484,6 +483,10 @@ class FailureWatch:
         self._candidates.append(
             Cause(kind, event.rank, node, f"{self._where(event.rank)} {how}", evidence, symptom=symptom, at=now)
         )
+
+    def _code_text(self, rank: int, code: int) -> str:
+        place = self._exit_places.get(rank)
+        return code_text(code, f"sys.exit() at {place}" if place else "")
 
     def _on_store(self, event: events.Store, node: str, now: float) -> None:
         self._store_code = event.code

@@ -449,7 +449,7 @@ dist.all_reduce(torch.ones(1))
     [
         (
             "print('Connection reset by peer', file=sys.stderr); sys.exit(9)",
-            r"rank 1 \(\S+:1\) ended with exit code 9",
+            r"rank 1 \(\S+:1\) ended with exit code 9 \(sys\.exit\(\) at \S+/script\.py:6\)",
             9,
         ),
         (

@@ -25,7 +25,7 @@ sys.exit(1)
     with Launch(tmp_path, script, n=1) as run:
         assert run.wait() == 1
         verdict = run.view().verdicts[0]
-        assert verdict.text.endswith(":0) ended with exit code 1 (without an exception of its own)")
+        assert verdict.text.endswith(f":0) ended with exit code 1 (sys.exit() at {tmp_path}/script.py:7)")
         error = "json.decoder.JSONDecodeError: Expecting value: line 1 column 2 (char 1)"
         assert verdict.evidence == f"last error on stderr: {error} at {tmp_path}/script.py:4"
 

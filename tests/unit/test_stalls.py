@@ -291,6 +291,14 @@ def test_the_picture_joins_ranks_that_do_the_same_and_wait_for_the_same_ranks() 
     ]
 
 
+def test_a_rank_that_waits_for_its_threads_after_its_script_is_told_apart() -> None:
+    stack = [StackFrame("_shutdown", "/usr/lib/python3.11/threading.py", 1590)]
+    found = explain([status(0)], {0: seen(0, stack)})
+    assert found.picture == [
+        "rank 0 (gpu01:0): its script has ended, and it waits for its other threads at threading.py:1590 in _shutdown"
+    ]
+
+
 def test_ranks_that_are_all_named_by_a_verdict_are_no_suspects() -> None:
     first = seen(0, REDUCE, group(4, 4), group(2, 1, name="a"), group(1, 1, name="b"))
     second = seen(1, REDUCE, group(4, 4), group(1, 1, name="a"), group(2, 1, name="b"))

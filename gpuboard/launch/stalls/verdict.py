@@ -149,10 +149,15 @@ def _doing(one: Activity) -> str:
         "init": f"waits in {one.call or 'init_process_group'}",
         "collective": f"waits in {_collective(one)}",
         "data": "waits for its DataLoader",
-        "code": "running" if one.status.quiet_s is None else "idle",
+        "code": "running" if one.status.quiet_s is None else _idle(one),
         "unknown": "state unknown",
     }[one.doing]
     return f"{words}{_at(one)}{_worker(one) if one.doing == 'data' else ''}"
+
+
+def _idle(one: Activity) -> str:
+    at_exit = one.frame is not None and one.frame.function == "_shutdown" and one.frame.file.endswith("threading.py")
+    return "its script has ended, and it waits for its other threads" if at_exit else "idle"
 
 
 def _at(one: Activity) -> str:
