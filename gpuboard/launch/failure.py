@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -18,10 +18,9 @@ from gpuboard.launch.causes.models import compares_models, different_models
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.runs.folder import RankView, VerdictView
-from gpuboard.launch.stalls.waits import RankStatus
+from gpuboard.launch.stalls.waits import RankStatus, rank_words
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.text import clean
-from gpuboard.model.units import ranges
 
 # Errors that a rank reports because another rank has gone: from gloo, NCCL, the store's client, sockets.
 _LOST = re.compile(
@@ -90,6 +89,7 @@ class FailureWatch:
         self.stop_reason: str | None = None  # set once; the head then stops every node
         self.difference: tuple[str, list[int]] | None = None  # how the ranks' collectives differ, and the suspects
         self.elsewhere: dict[int, str] = {}  # rank that takes part in no collective → what it does, after "which"
+        self.places_wanted: bool | None = None  # the places of the ranks may explain a failure; False: they were read
         self.comparing = False  # the collectives and places of the ranks are being read
         self.messages: list[str] = []  # lines for the user; the head prints and removes them
         self.gpu_processes: dict[str, dict[int, str]] = {}  # node → pid → user and command, if the GPUs were read
@@ -211,9 +211,8 @@ class FailureWatch:
 
     @property
     def unexplained(self) -> bool:
-        """Whether ranks have failed in a way that the collectives or places of all ranks may explain."""
-        symptoms = {c.symptom for c in self._candidates}
-        return bool(symptoms & {"mismatch", "timeout"}) or (symptoms == {"lost"} and not self._left)
+        """Whether ranks have failed in a way that their collectives may explain."""
+        return any(c.symptom in {"mismatch", "timeout"} for c in self._candidates)
 
     @property
     def running(self) -> list[int]:
@@ -335,6 +334,8 @@ class FailureWatch:
             return ends[0] if ends else first if self.emptied or waited else None
         if own:
             return first
+        if self.places_wanted is None and now - first.at >= self._timing.cause_wait_s / 2 and not self._left:
+            self.places_wanted = True
         if self.comparing and not self.emptied and now - first.at < _COMPARE_S:
             return None
         return self._among_effects() if self.finished or waited else None
@@ -521,8 +522,3 @@ def symptom_of(text: str) -> Symptom:
     if _TIMEOUT.search(text):
         return "timeout"
     return "lost" if _LOST.search(text) else "own"
-
-
-def rank_words(ranks: Collection[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0-2,5``."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {ranges(ranks)}"

@@ -25,7 +25,7 @@ from gpuboard.launch.attempt.record import AttemptRecord
 from gpuboard.launch.attempt.requests import Requests, SignalReceived, suspend
 from gpuboard.launch.causes import gpus, stderr
 from gpuboard.launch.causes.exits import signal_name
-from gpuboard.launch.failure import FailureWatch, rank_words
+from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.preflight.check import Check
@@ -34,6 +34,7 @@ from gpuboard.launch.runs.control import ControlRequest
 from gpuboard.launch.runs.folder import RunFolder, RunView
 from gpuboard.launch.stalls.follower import ExplainRequest, StallFollower
 from gpuboard.launch.stalls.straggler import Straggler
+from gpuboard.launch.stalls.waits import rank_words
 from gpuboard.launch.stdin import StdinReader
 from gpuboard.launch.supervisors import CallReply, SupervisorEvent, SupervisorLost, Supervisors
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
@@ -328,6 +329,9 @@ class Head:
 
     def _periodic(self, now: float) -> None:
         self._evaluate()
+        if self._watch.places_wanted and not self._ending.stopping:
+            self._watch.places_wanted = False
+            self._stalls.compare()
         if self._outcome.state == "starting" and all(
             v.state not in {"waiting", "importing"} for v in self._watch.ranks.values()
         ):

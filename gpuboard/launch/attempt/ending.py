@@ -6,8 +6,9 @@ import signal
 import time
 
 from gpuboard.launch.attempt.record import AttemptRecord
-from gpuboard.launch.failure import FailureWatch, rank_words
+from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.plan import LaunchPlan
+from gpuboard.launch.stalls.waits import rank_words
 from gpuboard.launch.supervisors import Supervisors
 from gpuboard.launch.timing import HeadTiming
 

@@ -1,4 +1,4 @@
-"""Ranks whose collectives differed without an error of torch (pure).
+"""Ranks that called different collectives: while they run, and at their end without an error of torch (pure).
 
 gloo may accept data of another size or type, and go on with wrong values.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gpuboard.agent.launch.rank.recorder import EQUAL
 from gpuboard.launch.events import Leaving
+from gpuboard.launch.stalls.evidence import Collective, RankEvidence
+from gpuboard.launch.stalls.waits import Activity, RankStatus, activity, group_of, ranks_label
 from gpuboard.model.text import clean
 from gpuboard.model.units import ranges
 
@@ -33,3 +36,48 @@ def silent_difference(leaving: Sequence[Leaving], labels: Mapping[int, str]) -> 
 
 def _named(ranks: Sequence[int], labels: Mapping[int, str]) -> str:
     return labels[ranks[0]] if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+
+
+def difference(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> tuple[str, list[int]] | None:
+    """Return the first recent collective that the ranks called differently, as text, and the suspected ranks.
+
+    None if the flight recorders of those that can be read show none.
+    """
+    activities = {status.rank: activity(status, evidence.get(status.rank)) for status in statuses}
+    groups = [group for one in evidence.values() for group in one.collectives or []]
+    for name, seq in sorted({(group.name, entry.seq) for group in groups for entry in group.recent}):
+        found = difference_at(name, seq, activities)
+        if found is not None:
+            return found[0], [one.status.rank for one in found[1]]
+    return None
+
+
+def difference_at(
+    name: str, seq: int, activities: Mapping[int, Activity]
+) -> tuple[str, list[Activity], list[Activity]] | None:
+    """Return how ranks differ at a collective of a group, the suspects (a minority), and all ranks that called it."""
+    calls: dict[str, list[tuple[Activity, Collective]]] = {}
+    for one in activities.values():
+        group = group_of(one, name)
+        entry = group.at(seq) if group else None
+        if entry is not None:
+            calls.setdefault(_signature(entry), []).append((one, entry))
+    if len(calls) < 2:
+        return None
+    parts = []
+    for same in calls.values():
+        one, entry = same[0]
+        group = group_of(one, name)
+        place = f" at {one.place}" if group is not None and group.enqueued == seq and one.place else ""
+        parts.append(f"{ranks_label([one for one, _ in same])} called {entry.words()}{place}")
+    sizes = sorted((len(same) for same in calls.values()), reverse=True)
+    minority = [same for same in calls.values() if len(same) < sizes[0]] if sizes[0] > sizes[1] else []
+    suspects = [one for same in minority for one, _ in same]
+    blame = f"; most likely wrong: {ranks_label(suspects)}" if suspects else ""
+    words = f"the ranks differ at collective {seq}: {'; '.join(parts)}{blame}"
+    return words, suspects, [one for same in calls.values() for one, _ in same]
+
+
+def _signature(entry: Collective) -> str:
+    op = entry.op.strip("_")
+    return entry.words() if entry.op in EQUAL or op in EQUAL else op

@@ -12,10 +12,10 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
 from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.runs.folder import VerdictView
-from gpuboard.launch.stalls.differences import silent_difference
+from gpuboard.launch.stalls.differences import difference, silent_difference
 from gpuboard.launch.stalls.evidence import Inspection
 from gpuboard.launch.stalls.inspect import Inspections
-from gpuboard.launch.stalls.verdict import Explanation, difference, elsewhere, explain
+from gpuboard.launch.stalls.verdict import Explanation, elsewhere, explain
 from gpuboard.launch.stalls.watch import StallReport, StallWatch
 from gpuboard.launch.supervisors import CallReply, Supervisors
 from gpuboard.model.units import iso
@@ -120,7 +120,7 @@ class StallFollower:
         evidence = {one.rank: one for inspection in found for one in inspection.ranks}
         if sum(one.collectives is not None for one in evidence.values()) > 1:  # not after the end of the others
             self._ranks.difference = difference(statuses, evidence)
-        if self._ranks.unexplained:
+        if self._ranks.cause is None and not self._ranks.all_well:
             self._ranks.elsewhere = elsewhere(statuses, evidence)
         for request in self._requests:
             request.reply.put(explain(statuses, evidence))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from gpuboard.agent.launch.rank.recorder import EQUAL
-from gpuboard.launch.stalls.evidence import Collective, RankEvidence, dataset_frame
+from gpuboard.launch.stalls.differences import difference_at
+from gpuboard.launch.stalls.evidence import RankEvidence, dataset_frame
 from gpuboard.launch.stalls.pace import GroupPace
 from gpuboard.launch.stalls.waits import (
     DEFAULT_GROUP,
@@ -18,7 +18,8 @@ from gpuboard.launch.stalls.waits import (
     RankGroup,
     RankStatus,
     activity,
-    group_of,
+    rank_words,
+    ranks_label,
     roots,
     waits_for,
 )
@@ -134,8 +135,8 @@ def picture(groups: Iterable[RankGroup], activities: Mapping[int, Activity]) -> 
     """Return groups of ranks as lines of text."""
     lines = []
     for group in groups:
-        others = f", for {_ranks(group.waits_for)}" if group.waits_for else ""
-        lines.append(f"{_labels(activities[rank] for rank in group.ranks)}: {group.words}{others}")
+        others = f", for {rank_words(group.waits_for)}" if group.waits_for else ""
+        lines.append(f"{ranks_label(activities[rank] for rank in group.ranks)}: {group.words}{others}")
     return lines
 
 
@@ -177,15 +178,6 @@ def _collective(one: Activity) -> str:
     return f"{now.op}{inside} (collective {now.seq}{group})"
 
 
-def _ranks(numbers: Collection[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
-
-
-def _labels(ones: Iterable[Activity]) -> str:
-    ones = list(ones)
-    return ones[0].status.label if len(ones) == 1 else f"ranks {ranges([one.status.rank for one in ones])}"
-
-
 def _suspect(ones: list[Activity]) -> str | None:
     return ones[0].status.node if len(ones) == 1 else None
 
@@ -198,7 +190,7 @@ def _waiting(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activ
     doing: dict[str, list[Activity]] = {}
     for one in ones:
         doing.setdefault(_doing(one).removeprefix("waits "), []).append(one)
-    parts = [f"; {_labels(same)} {'waits' if len(same) == 1 else 'wait'} {words}" for words, same in doing.items()]
+    parts = [f"; {ranks_label(same)} {'waits' if len(same) == 1 else 'wait'} {words}" for words, same in doing.items()]
     more = f"; {len(parts) - _NAMED} more places" if len(parts) > _NAMED else ""
     return "".join(parts[:_NAMED]) + more
 
@@ -263,7 +255,8 @@ def _behind(ones: list[Activity], waits: Mapping[int, frozenset[int]], activitie
             "stall-ended",
             tuple(one.status.rank for one in ended),
             _suspect(ended),
-            f"for {_labels(ended)}, which {how} and {verb} part in no further collective{_waiting(waits, activities)}",
+            f"for {ranks_label(ended)}, which {how} and {verb} part in no further collective"
+            f"{_waiting(waits, activities)}",
             "the ranks run different numbers of steps (uneven inputs?): use drop_last=True, "
             "torch.distributed.algorithms.Join, or the same number of steps on every rank",
             sure=True,
@@ -346,7 +339,7 @@ def _behind_remedy(one: Activity) -> str:
 def _mismatch(ones: list[Activity], activities: Mapping[int, Activity]) -> Stall | None:
     """Return the verdict if ranks called different collectives with the same number, None if they agree."""
     group = next((one.group for one in ones if one.group is not None), None)
-    found = _difference(group.name, group.enqueued, activities) if group else None
+    found = difference_at(group.name, group.enqueued, activities) if group else None
     if found is None:
         return None
     words, suspects, others = found
@@ -360,62 +353,17 @@ def _mismatch(ones: list[Activity], activities: Mapping[int, Activity]) -> Stall
     )
 
 
-def difference(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> tuple[str, list[int]] | None:
-    """Return the first recent collective that the ranks called differently, as text, and the suspected ranks.
-
-    None if the flight recorders of those that can be read show none.
-    """
-    activities = {status.rank: activity(status, evidence.get(status.rank)) for status in statuses}
-    groups = [group for one in evidence.values() for group in one.collectives or []]
-    for name, seq in sorted({(group.name, entry.seq) for group in groups for entry in group.recent}):
-        found = _difference(name, seq, activities)
-        if found is not None:
-            return found[0], [one.status.rank for one in found[1]]
-    return None
-
-
 def elsewhere(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> dict[int, str]:
     """Return what each rank does that takes part in no collective, as it follows "which"."""
     activities = [activity(status, evidence.get(status.rank)) for status in statuses]
     return {one.status.rank: _is_at(one, absent=False) for one in activities if one.doing in {"code", "data"}}
 
 
-def _difference(
-    name: str, seq: int, activities: Mapping[int, Activity]
-) -> tuple[str, list[Activity], list[Activity]] | None:
-    """Return how ranks differ at a collective of a group, the suspects (a minority), and all ranks that called it."""
-    calls: dict[str, list[tuple[Activity, Collective]]] = {}
-    for one in activities.values():
-        group = group_of(one, name)
-        entry = group.at(seq) if group else None
-        if entry is not None:
-            calls.setdefault(_signature(entry), []).append((one, entry))
-    if len(calls) < 2:
-        return None
-    parts = []
-    for same in calls.values():
-        one, entry = same[0]
-        group = group_of(one, name)
-        place = f" at {one.place}" if group is not None and group.enqueued == seq and one.place else ""
-        parts.append(f"{_labels([one for one, _ in same])} called {entry.words()}{place}")
-    sizes = sorted((len(same) for same in calls.values()), reverse=True)
-    minority = [same for same in calls.values() if len(same) < sizes[0]] if sizes[0] > sizes[1] else []
-    suspects = [one for same in minority for one, _ in same]
-    blame = f"; most likely wrong: {_labels(suspects)}" if suspects else ""
-    words = f"the ranks differ at collective {seq}: {'; '.join(parts)}{blame}"
-    return words, suspects, [one for same in calls.values() for one, _ in same]
-
-
-def _signature(entry: Collective) -> str:
-    op = entry.op.strip("_")
-    return entry.words() if entry.op in EQUAL or op in EQUAL else op
-
-
 def _cycle(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:
     ones = [activities[rank] for rank in sorted(waits)]
     parts = [
         f"{one.status.label} waits in {_collective(one)}{_at(one)}"
-        + (f" for {_ranks(waits[one.status.rank])}" if one.peer is None else "")
+        + (f" for {rank_words(waits[one.status.rank])}" if one.peer is None else "")
         for one in ones[:_NAMED]
     ]
     return Stall(
@@ -440,7 +388,7 @@ def _other_roots(ones: list[Activity]) -> Stall | None:
     if len(roots) < 2:
         return None
     of = "" if ones[0].group is None or ones[0].group.name == DEFAULT_GROUP else " of the group"
-    parts = [f"{_labels(same)} named rank {root}{of}{_at(same[0])}" for root, same in roots.items()]
+    parts = [f"{ranks_label(same)} named rank {root}{of}{_at(same[0])}" for root, same in roots.items()]
     return Stall(
         "stall-mismatch",
         tuple(one.status.rank for one in ones),
@@ -471,7 +419,7 @@ def _network(ones: list[Activity]) -> Stall:
             "stall-network",
             tuple(one.status.rank for one in ones),
             None,
-            f"in {ones[0].call or 'init_process_group'}{_at(ones[0])}: {_labels(ones)} "
+            f"in {ones[0].call or 'init_process_group'}{_at(ones[0])}: {ranks_label(ones)} "
             "have not connected to the store of this run",
             "leave MASTER_ADDR and MASTER_PORT as they are, and call init_process_group without init_method",
         )
@@ -486,7 +434,7 @@ def _network(ones: list[Activity]) -> Stall:
         tuple(one.status.rank for one in ones),
         None,
         f"in {_collective(ones[0]) if ones[0].doing == 'collective' else ones[0].call or 'init_process_group'}"
-        f"{_at(ones[0])}: {_labels(ones)} take part with equal arguments, "
+        f"{_at(ones[0])}: {ranks_label(ones)} take part with equal arguments, "
         f"so {between} may not deliver",
         "check the network: `gpuboard launch --preflight-only`, firewall, interface (GLOO_SOCKET_IFNAME, "
         "NCCL_SOCKET_IFNAME)",

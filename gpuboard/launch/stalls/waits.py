@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -19,6 +19,7 @@ from gpuboard.launch.stalls.evidence import (
     waits_in_collective,
     waits_in_init,
 )
+from gpuboard.model.units import ranges
 
 HANDLE_WAIT = "wait()"  # of a handle: what it waits for is not known
 DEFAULT_GROUP = "0"  # torch's name of the group that init_process_group makes, of which every rank is a member
@@ -155,3 +156,14 @@ def group_of(one: Activity, name: str) -> ProcessGroup | None:
 def roots(waits: Mapping[int, frozenset[int]]) -> frozenset[int]:
     """Return the ranks that others wait for, directly or through others, and that wait for no other rank."""
     return frozenset(blocker for blockers in waits.values() for blocker in blockers if blocker not in waits)
+
+
+def rank_words(numbers: Collection[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2,5``."""
+    return f"rank{'s' if len(numbers) != 1 else ''} {ranges(numbers)}"
+
+
+def ranks_label(ones: Iterable[Activity]) -> str:
+    """Return the label of the only rank, or the numbers of several."""
+    ones = list(ones)
+    return ones[0].status.label if len(ones) == 1 else f"ranks {ranges([one.status.rank for one in ones])}"

@@ -13,9 +13,8 @@ from gpuboard.board.text.format import PACK, UNKNOWN
 from gpuboard.board.text.lines import NAME, wrapped
 from gpuboard.board.text.rows import Runs
 from gpuboard.board.theme.styles import Look
-from gpuboard.launch.failure import rank_words
 from gpuboard.launch.runs.folder import RankView, RunView
-from gpuboard.launch.stalls.waits import RankGroup
+from gpuboard.launch.stalls.waits import RankGroup, rank_words
 from gpuboard.model.text import clean
 from gpuboard.model.units import ranges
 

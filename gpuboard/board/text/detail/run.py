@@ -9,9 +9,9 @@ import msgspec
 
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.format import UNKNOWN
-from gpuboard.launch.failure import rank_words
 from gpuboard.launch.runs.folder import lived_s
 from gpuboard.launch.runs.index import RunDetail, RunEntry
+from gpuboard.launch.stalls.waits import rank_words
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, seconds_of
 
