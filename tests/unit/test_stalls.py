@@ -226,7 +226,7 @@ def test_a_message_that_was_sent_and_does_not_arrive_is_the_network() -> None:
         (
             "request.wait()",
             (None, None),
-            "because every rank waits for another one: rank 0 (gpu01:0) waits in request.wait() at",
+            "because every rank waits for another one: rank 0 (gpu01:0) waits in `request.wait()` at",
         ),
         ("os.wait()", (None, None), None),
     ],

@@ -170,7 +170,7 @@ def _collective(one: Activity) -> str:
     if one.peer is not None:
         return f"{one.call} {'from' if one.call == 'recv' else 'to'} rank {one.peer}"
     if one.call == HANDLE_WAIT and one.evidence is not None and one.evidence.source:
-        return clean(one.evidence.source, 80)
+        return f"`{clean(one.evidence.source, 80)}`"
     if one.group is None or now is None:
         return one.call or "a collective"
     group = "" if one.group.name == "0" else f" of group {clean(one.group.name, 40)}"
