@@ -257,6 +257,13 @@ def test_numbers_with_which_no_group_can_form_are_named(joins: list[tuple[int, i
         assert found.words.startswith(f"in init_process_group at train.py:9: the run has 2 ranks; {words}")
 
 
+def test_a_rank_that_writes_a_checkpoint_waits_for_no_rank() -> None:
+    stack = [StackFrame("_write_item", f"{TORCH}distributed/checkpoint/filesystem.py", 400), *LOAD]
+    found = verdict(WAITING, seen(1, stack, group(11, 11)))
+    assert found is not None
+    assert (found.kind, found.ranks) == ("stall-behind", (1,))
+
+
 def test_ranks_that_broadcast_from_different_ranks_differ() -> None:
     stack = [StackFrame("broadcast", f"{TORCH}distributed/distributed_c10d.py", 3151), *REDUCE[1:]]
     found = verdict(*(seen(rank, stack, group(12, 11, "broadcast"), peer=rank // 2) for rank in range(3)))

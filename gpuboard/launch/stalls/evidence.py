@@ -17,6 +17,7 @@ _DATA = re.compile(r"torch/utils/data/dataloader\.py$")
 _WORKER_LOOP = re.compile(r"torch/utils/data/_utils/worker\.py$")
 _DISTRIBUTED = re.compile(r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed\.py$")
 _BACKWARD = "_engine_run_backward"
+_EXCHANGES = re.compile(r"torch/distributed/(?!elastic/|checkpoint/)")  # a checkpoint is written to a disk
 _TRANSFERS = frozenset({"recv", "send"})
 # Of Work, torch's handle of an operation, which is native code: other objects with such a method are Python code
 _WAIT = re.compile(r"(?<!\bos)\.wait\(")
@@ -152,7 +153,7 @@ def transfers(stack: Sequence[StackFrame]) -> bool:
 
 def waits_for_work(evidence: RankEvidence) -> bool:
     """Whether an idle rank waits inside torch.distributed, or for a handle of one of its operations."""
-    inside = bool(evidence.stack) and bool(_DISTRIBUTED.search(evidence.stack[0].file))
+    inside = bool(evidence.stack) and bool(_EXCHANGES.search(evidence.stack[0].file))
     return inside or bool(_WAIT.search(evidence.source))
 
 
