@@ -141,12 +141,12 @@ class Sensors(msgspec.Struct, frozen=True, gc=False):
     tensor_imma: Count | None = None  # with integers
     tensor_dmma: Count | None = None  # with FP64
     dram_activity: Count | None = None  # of the memory's bandwidth
-    # Bytes per second, by the GPU; without GPM only while somebody looks at the GPU.
+    # Bytes per second, by the GPU; without GPM only while the GPU is shown.
     pcie_sent: Count | None = None
     pcie_received: Count | None = None
     nvlink_sent: Count | None = None  # all links
     nvlink_received: Count | None = None
-    nvlink_max: Count | None = None  # of all active links, in each direction; only while somebody looks at the GPU
+    nvlink_max: Count | None = None  # of all active links, in each direction; only while the GPU is shown
 
 
 class MigReading(msgspec.Struct, frozen=True, gc=False):

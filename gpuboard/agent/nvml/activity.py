@@ -35,7 +35,7 @@ _SHARE = 0.002  # of a core, at most, for GPM's metrics of all GPUs: a driver th
 _OLD_S = 20.0  # a counter read longer ago is no start of a rate
 
 
-class Activity:
+class ActivityMeter:
     """Adds to readings what the GPUs do. ``mark``: as of ``serve`` in reader.py."""
 
     def __init__(self, mark: "Any", handles: "Dict[int, Any]") -> None:

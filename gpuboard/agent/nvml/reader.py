@@ -29,7 +29,7 @@ MYPY = False
 if MYPY:
     from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
-    from gpuboard.agent.nvml.activity import Activity
+    from gpuboard.agent.nvml.activity import ActivityMeter
 
     Processes = List[Tuple[int, str, Optional[int]]]
 
@@ -73,7 +73,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     layout = dict(reader.layout)
     first = True
     xids: "Optional[_Xids]" = None
-    activity: "Optional[Activity]" = None
+    activity: "Optional[ActivityMeter]" = None
     while True:
         values = {k: reader.values(k) for k in wanted}
         if reader.layout != layout:  # MIG devices were created or removed: their facts change too
@@ -83,9 +83,9 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
             _send(fd_out, ("static", facts))
         if mark[2] and RATES not in skip:
             if activity is None:
-                from gpuboard.agent.nvml.activity import Activity  # late: never in the first pass
+                from gpuboard.agent.nvml.activity import ActivityMeter  # late: never in the first pass
 
-                activity = Activity(mark, reader.handles)
+                activity = ActivityMeter(mark, reader.handles)
             activity.add({k: v for k, v in values.items() if "error" not in v and reader.layout[k] is None}, mark[3])
         mark[0] = XIDS
         new_xids = xids.new() if xids else {}
