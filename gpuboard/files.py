@@ -7,7 +7,9 @@ import errno
 import os
 import select
 import stat
+import sys
 import time
+from typing import BinaryIO
 
 PIPE_S = 30.0  # the most that the command of a `<(command)` may take
 _NO_PATH = "a path cannot contain a NUL or half of a surrogate pair"
@@ -26,10 +28,7 @@ def read(path: Path, most: int) -> bytes:
     Raises OSError with the reason as strerror, also for any other kind of file (a FIFO or a device may never end), for
     more than ``most`` bytes, for a pipe that is still open after PIPE_S, and for an invalid path.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except ValueError:
-        raise OSError(errno.EINVAL, _NO_PATH) from None
+    fd = _open(path)
     try:
         facts = os.fstat(fd)
         if not (stat.S_ISFIFO(facts.st_mode) and os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:")):
@@ -37,6 +36,17 @@ def read(path: Path, most: int) -> bytes:
         return _read(fd, most)
     finally:
         os.close(fd)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file of any size, or ``/dev/null``, to be read. Raises OSError as ``read`` does."""
+    fd = _open(path)
+    try:
+        _check(os.fstat(fd), sys.maxsize)
+        return open(fd, "rb")
+    except OSError:
+        os.close(fd)
+        raise
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -78,6 +88,13 @@ def included(word: str, folder: str) -> list[str]:
         return sorted(glob(os.path.join(os.path.expanduser(folder), os.path.expanduser(word))))
     except ValueError:  # a NUL
         return []
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except ValueError:
+        raise OSError(errno.EINVAL, _NO_PATH) from None
 
 
 def _check(facts: os.stat_result, most: int) -> None:

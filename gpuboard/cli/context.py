@@ -40,8 +40,13 @@ class Context:
 
     @property
     def stderr_is_tty(self) -> bool:
-        """Whether stderr is a terminal, which shows progress in place."""
+        """Whether stderr is a terminal."""
         return sys.stderr.isatty()
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether stderr shows progress in place: a terminal, TERM other than ``dumb``."""
+        return self.stderr_is_tty and self.env.get("TERM") != "dumb"
 
     @property
     def colour(self) -> bool:

@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from gpuboard.errors import UsageError
@@ -16,6 +17,7 @@ from gpuboard.model.units import parse_duration, parse_whole
 T = TypeVar("T")
 
 _COUNT_MAX = 10**9 - 1  # GPUs, nodes, process ids
+_EMPTY = "empty value; is a shell variable unset?"
 _WORDING = (  # argparse's messages, which differ between Python versions → gpuboard's
     (r"argument (\S+): expected one argument", r"\1 needs a value"),
     (r"argument (\S+): not allowed with argument (\S+)", r"\1 cannot be combined with \2"),
@@ -60,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         """Return the arguments. Raises UsageError, also for an empty value (usually an unset shell variable)."""
         rest = {action.dest for action in self._actions if action.nargs == argparse.REMAINDER}
         at = self._leading(words)[1] if rest else len(words)
-        found = self.parse_args(words[:at])
+        found = self.parse_args(self._joined(words[:at]))
         for dest in rest:  # argparse would lose words at `--`, and read `train.py` after `--wait` as the duration
             if taken := getattr(found, dest):  # a word that starts with a dash and is not an option: -, -1, "-a b"
                 self.error(f"unrecognized arguments: {taken[0]}")
@@ -68,7 +70,18 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if getattr(found, action.dest, None) == "" and action.default != "":
                 name = "/".join(action.option_strings) or action.metavar
-                self.error(f"{name}: empty value; is a shell variable unset?")
+                self.error(f"{name}: {_EMPTY}")
+        return found
+
+    def _joined(self, words: Sequence[str]) -> list[str]:
+        """Return ``words`` with `--at=-10m` in place of `--at -10m`, which argparse reads as two options."""
+        found: list[str] = []
+        for position, word in enumerate(words):
+            option = self._option_string_actions.get(words[position - 1]) if position else None
+            if option is not None and option.nargs is None and re.match("-[0-9]", word):
+                found[-1] += f"={word}"
+            else:
+                found.append(word)
         return found
 
     def value_of(self, option: str, words: Sequence[str]) -> str | None:
@@ -139,6 +152,13 @@ def typed(parse: Callable[[str], T]) -> Callable[[str], T]:
 def duration_or_zero(text: str) -> float:
     """Return seconds of a duration, or 0 for ``0`` and ``0s``. Raises ArgumentTypeError."""
     return 0.0 if text in {"0", "0s"} else typed(parse_duration)(text)
+
+
+def path(text: str) -> Path:
+    """Return the path that is not empty. Raises ArgumentTypeError."""
+    if not text:
+        raise argparse.ArgumentTypeError(_EMPTY)
+    return Path(text)
 
 
 def natural(text: str) -> int:

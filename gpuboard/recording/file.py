@@ -7,6 +7,8 @@ with a key frame begins with the whole cluster; frames after it are changes (cha
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import struct
 import zlib
@@ -16,6 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
+from gpuboard import files
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.model.decoding import convert, from_json
 from gpuboard.model.text import clean
@@ -47,7 +50,7 @@ class GzipMember(NamedTuple):
 
 
 class RecordingWriter:
-    """Writes a new recording. Frames are written every 10 s of their own time, and by ``close``."""
+    """Writes a new recording. Frames are written every 10 s of their own time, the first at once, all by ``close``."""
 
     def __init__(self, path: Path, *, version: str = "", commands: bool = False) -> None:
         """Create the file; ``version``: of gpuboard. Raises UsageError where it exists or cannot be created."""
@@ -87,6 +90,8 @@ class RecordingWriter:
         self._first = at if len(self._lines) == 1 or key else self._first
         self._last, self._tree = at, tree
         self.frames += 1
+        if self.frames == 1:
+            self.flush()  # a file that exists can be replayed
 
     def flush(self) -> None:
         """Write what was added. Raises GpuboardError; the file then ends with the last complete member."""
@@ -99,24 +104,34 @@ class RecordingWriter:
         extra = _EXTRA.pack(_NAME, _EXTRA.size - 4, length, self._first, self._last, self._key)
         member = memoryview(head + extra + packed + _TAIL.pack(zlib.crc32(data), len(data)))
         try:
+            if not os.fstat(self._file.fileno()).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "the file was removed")
             written = 0
             while written < len(member):
                 written += self._file.write(member[written:])
         except OSError as error:
             self._lines = []
-            os.ftruncate(self._file.fileno(), self.bytes)
-            raise GpuboardError(
-                f"cannot write {self.path}: {error.strerror}; it ends at {day_time(self._first)}"
-            ) from None
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fileno(), self.bytes)
+            end = f"it ends at {day_time(self._first)}" if self.bytes else "nothing was recorded"
+            raise GpuboardError(f"cannot write {self.path}: {error.strerror}; {end}") from None
         self.bytes += length
         self._lines, self._key = [], False
 
     def close(self) -> None:
-        """Write the rest and close the file. Raises GpuboardError."""
+        """Write the rest and close the file; one without frames is removed. Raises GpuboardError."""
         try:
             self.flush()
         finally:
+            if not self.bytes:
+                self._remove()
             self._file.close()
+
+    def _remove(self) -> None:
+        """Remove the file, unless another one has its name meanwhile."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self._file.fileno()), os.lstat(self.path)):
+                os.unlink(self.path)
 
 
 class Recording:
@@ -126,7 +141,7 @@ class Recording:
         """Open a file. Raises UsageError where it cannot be read or is no recording."""
         self.path = path
         try:
-            self._file: BinaryIO = path.open("rb")
+            self._file = files.open_regular(path)
             self._members, self.incomplete = _members(self._file)
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}") from None
@@ -177,7 +192,10 @@ class Recording:
         except (ValueError, KeyError, TypeError, zlib.error, OSError) as error:
             raise self.damaged(self.begin, error) from error
         if schema != SCHEMA:
-            raise UsageError(f"{self.path} has schema {clean(str(schema), 16)}; this gpuboard reads schema {SCHEMA}")
+            raise UsageError(
+                f"{self.path} has schema {clean(str(schema), 16)}; this gpuboard reads schema {SCHEMA}: use the "
+                f"gpuboard that recorded it, {clean(str(head.get('version')), 32)}"
+            )
 
     def _data(self, member: GzipMember) -> bytes:
         self._file.seek(member.offset + _HEAD.size + _EXTRA.size)
@@ -237,7 +255,8 @@ def _members(file: BinaryIO) -> tuple[list[GzipMember], bool]:
             return found, True
         name, _, length, first, last, key = _EXTRA.unpack_from(head, _HEAD.size)
         least = _HEAD.size + _EXTRA.size + _TAIL.size
-        if name != _NAME or length < least or offset + length > size or not 0 <= first <= last < 2**40:
+        fits = least <= length <= min(_MOST_BYTES, size - offset)
+        if name != _NAME or not fits or not 0 <= first <= last < 2**40:
             return found, True
         found.append(GzipMember(offset, length, first, last, key))
         offset += length

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.model.text import quoted
-from gpuboard.model.units import day_time, parse_duration
+from gpuboard.model.units import parse_duration
 from gpuboard.recording.file import Cursor, Recording
 from gpuboard.recording.frames import Frame
 
@@ -32,13 +32,19 @@ def moment_of(text: str, recording: Recording) -> float:
         else:
             last = datetime.fromtimestamp(end)
             asked = datetime.combine(last.date(), datetime.strptime(text, _CLOCK[text.count(":")]).time())
-            found = (asked - timedelta(days=asked > last)).timestamp()
+            found = (asked - timedelta(days=asked > last + timedelta(seconds=_SECOND))).timestamp()
     except (ValueError, OverflowError, LookupError):
         raise UsageError(f"{quoted(text)} is no moment; write 14:03, 2026-01-31T14:03, +90m or -10m") from None
-    if not begin - _SECOND <= found <= end + _SECOND:  # moments are written in whole seconds
-        span = f"from {day_time(begin)} to {day_time(end)}"
+    written = 60.0 if text.count(":") == 1 else _SECOND  # 14:03 is any moment of that minute
+    if not begin - written <= found <= end + _SECOND:
+        span = f"from {local_time(begin)} to {local_time(end)}"
         raise UsageError(f"{quoted(text)} is not in {recording.path}, which is {span}")
     return found
+
+
+def local_time(epoch: float) -> str:
+    """Return epoch seconds as local date and time: ``2026-01-31 14:03:21``."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch))
 
 
 class Player:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -16,9 +17,12 @@ __all__ = ["here"]
 def test_a_recording_has_what_status_had(here: Here, tmp_path: Path) -> None:
     here.gpus([Gpu(), Gpu(name="NVIDIA L40S", total=48 * GIB, used=9 * GIB, utilization=73, power=250_500)])
     file = tmp_path / "a.gz"
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     recording = here.start("record", str(file), "--every", "1s")
+    signal.signal(signal.SIGHUP, hangup)
     try:
         until(lambda: file.stat().st_size if file.exists() else 0, "a member is written")
+        assert Path(f"/proc/{recording.pid}/status").read_text().partition("SigIgn:\t")[2][15] == "1"
     finally:
         recording.send_signal(signal.SIGTERM)
         _, err = recording.communicate(timeout=60)
@@ -33,7 +37,7 @@ def test_a_recording_has_what_status_had(here: Here, tmp_path: Path) -> None:
         gpu["power"] = round(gpu["power"])  # a recording has whole watts
     assert after == before
     assert then["nodes"][0]["age_s"] < 60
-    table = here.run("status", "--replay", str(file), "--at", "+1s").stdout
+    table = here.run("board", "--replay", str(file), "--at", "-0.1s").stdout  # no terminal: the status
     assert "L40S" in table
     assert "73%" in table
     refused = here.run("record", str(file))
@@ -42,10 +46,14 @@ def test_a_recording_has_what_status_had(here: Here, tmp_path: Path) -> None:
 
 def test_bad_input(here: Here, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
+    os.mkfifo(tmp_path / "fifo")
     for words, message in (
         (["status", "--replay", "nosuch"], "cannot read nosuch: No such file or directory"),
         (["status", "--replay", str(tmp_path / "text")], "is not a recording of gpuboard"),
-        (["status", "--at", "14:00"], "--at needs --replay FILE"),
+        (["status", "--replay", str(tmp_path / "fifo")], "fifo: not a regular file"),
+        (["status", "--replay", ""], "--replay: empty value; is a shell variable unset?"),
+        (["status", "--replay", "x", "--nodes", "gpu01"], "--nodes cannot be combined with --replay"),
+        (["status", "--at", "-10m"], "--at needs --replay FILE"),
         (["board", "--speed", "2"], "--speed needs --replay FILE"),
         (["record", "/nosuch/a.gz"], "cannot create /nosuch/a.gz: No such file or directory"),
         (["record", str(tmp_path / "b.gz"), "--every", "0.5s"], "is not between one second and an hour"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import resource
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
 from gpuboard.model.units import iso
 from gpuboard.recording.changes import applied, difference
+from gpuboard.recording.clock import ForwardClock
 from gpuboard.recording.file import Cursor, Recording, RecordingWriter
 from gpuboard.recording.frames import Frame
 from gpuboard.recording.player import Player, moment_of
@@ -206,16 +208,21 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
         Recording(tmp_path / "none")
     with pytest.raises(UsageError, match="Is a directory"):
         Recording(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UsageError, match="fifo: not a regular file"):
+        Recording(tmp_path / "fifo")
     with pytest.raises(UsageError, match="exists; name a new file"):
         RecordingWriter(tmp_path / "text")
 
 
 def test_a_recording_of_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = RecordingWriter(tmp_path / "next.gz")
+    writer = RecordingWriter(tmp_path / "next.gz", version="1.2.3")
     writer._head["schema"] = 2
     writer.add(frame(0))
     writer.close()
-    with pytest.raises(UsageError, match="has schema 2; this gpuboard reads schema 1"):
+    with pytest.raises(
+        UsageError, match=r"has schema 2; .* reads schema 1: use the gpuboard that recorded it, 1\.2\.3"
+    ):
         Recording(tmp_path / "next.gz")
 
 
@@ -233,7 +240,52 @@ def test_what_was_written_before_an_error_stays_good(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     recording = Recording(tmp_path / "full.gz")
     assert (good, recording.incomplete) == ((tmp_path / "full.gz").stat().st_size, False)
-    assert [one.at for one in recording.frames()] == [T0, T0 + 5]
+    assert [one.at for one in recording.frames()] == [T0, T0 + 5, T0 + 10]
+
+
+def test_a_recording_can_be_read_from_its_first_frame_on(tmp_path: Path) -> None:
+    writer = RecordingWriter(tmp_path / "young.gz")
+    writer.add(frame(0))
+    assert Recording(tmp_path / "young.gz").end == T0
+    writer.close()
+
+
+def test_a_removed_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "removed.gz"
+    writer = RecordingWriter(path)
+    writer.add(frame(0))
+    path.unlink()
+    writer.add(frame(1))
+    with pytest.raises(GpuboardError, match=r"removed\.gz: the file was removed"):
+        writer.close()
+
+
+def test_without_frames_only_its_own_file_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "none.gz"
+    RecordingWriter(path).close()
+    assert not path.exists()
+    writer = RecordingWriter(path)
+    path.unlink()
+    path.write_text("of another program")
+    writer.close()
+    assert path.exists()
+
+
+def test_a_clock_that_is_set_back_loses_no_time() -> None:
+    wall, passed = [T0], [0.0]
+    clock = ForwardClock(lambda: wall[0], lambda: passed[0])
+
+    def later(passed_s: float, set_s: float = 0.0) -> tuple[float, float]:
+        passed[0] += passed_s
+        wall[0] += passed_s + set_s
+        at, ahead_s = clock.read()
+        return at - T0, ahead_s
+
+    assert later(5) == (5, 0)
+    assert later(5, -3600) == (10, 3600)
+    assert later(5, -60) == (15, 0)  # not reported once more
+    assert later(5, +3660) == (20, 0)
+    assert later(5, +100) == (125, 0)  # set forward, or suspended
 
 
 def due(player: Player) -> float | None:
@@ -244,10 +296,19 @@ def due(player: Player) -> float | None:
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("+1m", 60), ("-1m", 935), ("+16m", 960), (at := time.strftime("%H:%M:%S", time.localtime(T0 + 60)), 60),
-     (f"2027-01-15T{at}", 60)],
+     (f"2027-01-15T{at}", 60), (time.strftime("%H:%M:%S", time.localtime(T0 + 996)), 996)],
 )  # fmt: skip
 def test_moments(long: Path, text: str, seconds: float) -> None:
     assert moment_of(text, Recording(long)) == T0 + seconds
+
+
+def test_a_minute_is_any_moment_of_it(tmp_path: Path) -> None:
+    recording = Recording(recorded(tmp_path / "short.gz", [frame(25), frame(35)]))
+    for form in ("%H:%M", "%Y-%m-%dT%H:%M"):
+        found = moment_of(time.strftime(form, time.localtime(T0 + 25)), recording)
+        assert recording.at(found).at == T0 + 25
+    with pytest.raises(UsageError, match=time.strftime("from %Y-%m-%d %H:%M:%S", time.localtime(T0 + 25))):
+        moment_of("+1h", recording)
 
 
 @pytest.mark.parametrize("text", ["", "x", "25:00", "14", "2026-13-01", "+", "+2h", "-1d", "2026-01-01T00:00", "١٢:٠٠"])

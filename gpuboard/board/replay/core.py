@@ -17,7 +17,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.model.units import format_duration
 from gpuboard.recording.file import Recording
-from gpuboard.recording.player import Player
+from gpuboard.recording.player import Player, local_time
 
 if TYPE_CHECKING:
     from gpuboard.board.dialogs.launch_process import StartedRun
@@ -109,9 +109,8 @@ class ReplayCore(Core):
 
 def label(player: Player) -> str:
     """Return the words at the top of each screen: ``REPLAY 2026-01-31 14:03:21  10x  paused``."""
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(player.position))
     state = "paused" if player.paused else "at its end" if player.position >= player.recording.end else ""
-    return "  ".join(filter(None, (f"REPLAY {at}", f"{player.speed:g}x", state)))
+    return "  ".join(filter(None, (f"REPLAY {local_time(player.position)}", f"{player.speed:g}x", state)))
 
 
 def _refuse() -> NoReturn:

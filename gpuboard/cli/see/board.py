@@ -132,5 +132,5 @@ def _status(args: argparse.Namespace, context: Context) -> int:
     if args.replay is None:
         recover_leases(context)
     status = load("status")
-    words = [*(["--replay", str(args.replay)] if args.replay else ()), *(["--at", args.at] if args.at else ())]
+    words = [f"--{name}={value}" for name, value in (("replay", args.replay), ("at", args.at)) if value is not None]
     return status.run(parser_of(status).read(words), context)

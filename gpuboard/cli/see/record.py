@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+import shlex
 import signal
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from gpuboard import __version__
 from gpuboard.cli.context import Context
-from gpuboard.cli.options import typed
+from gpuboard.cli.options import path, typed
+from gpuboard.cli.see.status import show_progress
 from gpuboard.cli.stderr import report
+from gpuboard.errors import Interrupted
 from gpuboard.model.text import quoted
 from gpuboard.model.units import format_duration, parse_duration
+from gpuboard.recording.clock import ForwardClock
 from gpuboard.recording.file import RecordingWriter
 from gpuboard.recording.frames import Frame
 
@@ -28,11 +33,12 @@ NAME = "record"
 HELP = "record the cluster to a file, to be replayed later"
 
 _EVERY_S = 5.0
+_READ_S = 5.0  # deadline of the second reading
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="the file to create; an existing one is never changed")
+    parser.add_argument("file", metavar="FILE", type=path, help="the file to create; an existing one is never changed")
     parser.add_argument("--every", type=typed(_period), default=_EVERY_S, metavar="TIME",
                         help="read the nodes this often: 1s to 1h; default: 5s")  # fmt: skip
     parser.add_argument("--for", dest="for_s", type=typed(parse_duration), metavar="TIME",
@@ -55,48 +61,86 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
     settings = msgspec.structs.replace(context.settings, interval=f"{args.every:g}s")
     nodes = context.reach(context.nodes())
-    writer = RecordingWriter(args.file, version=__version__, commands=args.commands)
-    before = [(number, signal.signal(number, _end)) for number in (signal.SIGTERM, signal.SIGHUP)]
-    core = Core(nodes, settings, context.env, scheduler=context.new_scheduler())
-    began = time.monotonic()
-    until = None if args.for_s is None else began + args.for_s
-    try:
-        core.connect()
-        _record(core, writer, args.every, until, context)
-    except KeyboardInterrupt:
-        pass  # the usual end
-    finally:
-        core.close()
-        if context.stderr_is_tty:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    with (
+        contextlib.closing(Core(nodes, settings, context.env, scheduler=context.new_scheduler())) as core,
+        _End() as end,
+    ):
+        writer = RecordingWriter(args.file, version=__version__, commands=args.commands)
+        began = time.monotonic()
         try:
-            writer.close()
+            core.connect()
+            with end.at_once():
+                core.fleet.wait_all(core.fleet.connect_s)
+                # a GPU is free after two readings: without this one the first frame would have none
+                core.fleet.refresh([node.name for node in core.fleet.snapshot().nodes if node.gpus], _READ_S)
+            _record(core, writer, args, end, context)
+        except KeyboardInterrupt:
+            pass  # the usual end
         finally:
-            for number, handler in before:
-                signal.signal(number, handler)
-            if not writer.bytes:
-                args.file.unlink(missing_ok=True)
+            show_progress("", context)
+            writer.close()
     if not writer.frames:
         report(f"nothing was recorded; {args.file} is removed")
-        return 130
-    report(f"{args.file}: {_summary(writer, time.monotonic() - began)}; gpuboard board --replay {args.file}")
+        return Interrupted.exit_code
+    seen = shlex.join(["gpuboard", "board", "--replay", str(args.file)])
+    report(f"{args.file}: {_summary(writer, time.monotonic() - began)}; {seen}")
     return 0
 
 
-def _record(core: Core, writer: RecordingWriter, every_s: float, until: float | None, context: Context) -> None:
-    """Write a frame for every reading until ``until`` (monotonic seconds), or until interrupted."""
-    core.fleet.wait_all(core.fleet.connect_s)
+def _record(core: Core, writer: RecordingWriter, args: argparse.Namespace, end: _End, context: Context) -> None:
+    """Write a frame for every reading, for ``--for`` or until interrupted."""
     began = due = time.monotonic()
+    until = math.inf if args.for_s is None else began + args.for_s
+    clock = ForwardClock()
     while True:
         scene = core.scene()
-        writer.add(Frame(time.time(), scene.snapshot, scene.leases, scene.uids))
-        if context.stderr_is_tty:
-            words = f"recording: {_summary(writer, time.monotonic() - began)}; ctrl-C ends"
-            print(f"\r{words}\x1b[K", end="", file=sys.stderr, flush=True)
-        if until is not None and time.monotonic() >= until:
+        at, ahead_s = clock.read()
+        if ahead_s:
+            report(f"the clock was set back by {format_duration(ahead_s)}; the recording's times do not follow it")
+        writer.add(Frame(at, scene.snapshot, scene.leases, scene.uids))
+        show_progress(f"recording: {_summary(writer, time.monotonic() - began)}; ctrl-C ends", context)
+        if time.monotonic() >= until:
             return
-        due = max(due + every_s, time.monotonic())
-        time.sleep(max(0.0, min(due, until or due) - time.monotonic()))
+        due = max(due + args.every, time.monotonic())
+        with end.at_once():
+            time.sleep(max(0.0, min(due, until) - time.monotonic()))
+
+
+class _End:
+    """SIGINT, SIGTERM and SIGHUP end the recording between two frames: none is written in part or twice.
+
+    The second signal ends it at once, also while a file system hangs.
+    """
+
+    def __init__(self) -> None:
+        self._asked = self._waits = False
+        self._before: list[tuple[int, Any]] = []
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a background job of a script
+                self._before.append((number, signal.signal(number, self._signalled)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before:
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Raise KeyboardInterrupt at a signal within the block, or at its begin where one came before."""
+        self._waits = True
+        try:
+            if self._asked:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._waits = False
+
+    def _signalled(self, _number: int, _frame: FrameType | None) -> None:
+        at_once, self._asked = self._waits or self._asked, True
+        if at_once:
+            raise KeyboardInterrupt
 
 
 def _summary(writer: RecordingWriter, seconds: float) -> str:
@@ -110,7 +154,3 @@ def _period(text: str) -> float:
     if not 1 <= seconds <= 3600:
         raise ValueError(f"{quoted(text)} is not between one second and an hour")
     return seconds
-
-
-def _end(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

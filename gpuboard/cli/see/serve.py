@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.options import whole
+from gpuboard.cli.options import path, whole
 from gpuboard.errors import GpuboardError, UsageError
 
 NAME = "serve"
@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--port", type=whole(0, 65535), help=f"TCP port; 0: any free port; default: {_PORT}")
     where.add_argument(
-        "--socket", metavar="PATH", type=Path, help="listen on a unix socket of mode 0600 instead of a TCP port"
+        "--socket", metavar="PATH", type=path, help="listen on a unix socket of mode 0600 instead of a TCP port"
     )
     parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1 or ::1; default: 127.0.0.1")
-    parser.add_argument("--token-file", metavar="FILE", type=Path, help="file of the access token, created if "
+    parser.add_argument("--token-file", metavar="FILE", type=path, help="file of the access token, created if "
                         "missing; default: a new token at every start")  # fmt: skip
     parser.add_argument(
         "--public-url", metavar="URL", help="URL under which your proxy serves the board: https://gpu.example.org"

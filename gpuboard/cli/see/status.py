@@ -180,17 +180,22 @@ def settled(fleet: Fleet, context: Context) -> Snapshot:
 
     def show(waited_s: float, missing: list[str]) -> None:
         nonlocal shown
-        if context.stderr_is_tty and missing:
+        if missing:
             shown = True
-            text = f"waiting {waited_s:.0f} s; no reading yet from {', '.join(missing)}"
-            width = shutil.get_terminal_size().columns
-            print(f"\r{elide(clean(text), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
+            show_progress(f"waiting {waited_s:.0f} s; no reading yet from {', '.join(missing)}", context)
 
     fleet.wait_all(fleet.connect_s + 5, show)
     if shown:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        show_progress("", context)
     fleet.freshen()
     return fleet.snapshot()
+
+
+def show_progress(text: str, context: Context) -> None:
+    """Show a line in place on stderr, where that is a terminal, cut at its width; an empty text erases it."""
+    if context.shows_progress:
+        width = shutil.get_terminal_size().columns
+        print(f"\r{elide(clean(text), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def no_node_reached(snapshot: Snapshot) -> bool:
