@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from gpuboard import paths
-from gpuboard.board.core import Core
+from gpuboard.board.core import Core, banners
 from gpuboard.board.dialogs.launch_process import LaunchForm, Starter
 from gpuboard.board.operations import Operations
 from gpuboard.board.overview.log import EventLog
@@ -78,7 +79,8 @@ class ReplayCore(Core):
             words = label(self.player)
         gap = later is not None and later - frame.at > _GAP_S and at - frame.at > _GAP_S / 2
         lines = (f"nothing was recorded for {format_duration(later - frame.at)}",) if gap and later is not None else ()
-        return Scene(frame.snapshot, frame.leases, uids=frame.uids, banners=lines, label=words)
+        found = (*lines, *banners(frame.snapshot, running_s=math.inf))
+        return Scene(frame.snapshot, frame.leases, uids=frame.uids, banners=found, label=words)
 
     def close(self) -> None:
         """End the replay."""
