@@ -113,6 +113,7 @@ class BoardApp(CrashHookApp):
         self.keymap: dict[str, str] = {}
         settings, env = core.settings, core.env
         self.preferences, wrong = preferences.load(env)
+        self._saved = self.preferences
         self._problems = [wrong] if wrong else []
         utf8 = is_utf8(env) if settings.glyphs == "auto" else settings.glyphs == "unicode"
         self._glyphs = UNICODE if utf8 else ASCII
@@ -271,7 +272,9 @@ class BoardApp(CrashHookApp):
         self._save_timer.start()
 
     def _save(self) -> None:
-        wrong = preferences.save(self.core.env, self.preferences)
+        kept = self.preferences
+        wrong = preferences.save(self.core.env, kept, self._saved)
+        self._saved = self._saved if wrong else kept
         if wrong:
             self.post_message(WorkDone(lambda: self.show_error_once(GpuboardError(wrong))))
 
@@ -412,7 +415,9 @@ class BoardApp(CrashHookApp):
             self.guard.leave(code)
         if self._save_timer is not None and self._save_timer.is_alive():
             self._save_timer.cancel()
-            last = threading.Thread(target=preferences.save, args=(self.core.env, self.preferences), daemon=True)
+            last = threading.Thread(
+                target=preferences.save, args=(self.core.env, self.preferences, self._saved), daemon=True
+            )
             last.start()
             last.join(_LAST_SAVE_S)
         self.core.close()

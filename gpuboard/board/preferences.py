@@ -1,10 +1,12 @@
 """Preferences kept between starts: theme, sort, filters, grouping, span of graphs; ``board.json`` in the state folder.
 
-A bad file is no error: the board starts with the defaults and shows one line about it.
+A bad file is no error: the board starts with the defaults and shows one line about it. The first save renames it to
+``board.json.bad``, as it may have saved filters.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from gpuboard.board.filter.query import TEXT_MAX
 from gpuboard.board.history import FIVE_MINUTES, SPANS, Span
 from gpuboard.model.decoding import from_json
 
-_SIZE = 64 * 1024  # bytes; we never write more
+_SIZE = 4 << 20  # bytes; 50 saved filters for each kind of rows take 1 MiB at most
 
 
 class SavedFilter(msgspec.Struct, frozen=True):
@@ -71,12 +73,32 @@ def load(env: Mapping[str, str]) -> tuple[Preferences, str | None]:
     return kept, None
 
 
-def save(env: Mapping[str, str], kept: Preferences) -> str | None:
-    """Replace the file atomically; return why that failed, or None. Of two boards the last one to write wins."""
+def save(env: Mapping[str, str], kept: Preferences, since: Preferences | None = None) -> str | None:
+    """Replace the file atomically; return why that failed, or None.
+
+    ``since``: what this board has loaded or saved before. Where ``kept`` is the same, the value in the file
+    stays, which another board may have saved; filters are compared one by one.
+    """
     file = path(env)
+    there, wrong = load(env)
     try:
         paths.make_private(file.parent)
+        if wrong and file.is_file():
+            os.replace(file, f"{file}.bad")
+        elif since is not None and file.exists():
+            kept = _joined(there, kept, since)
         files.write_private(file, msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
     except OSError as error:
         return f"{file}: {error.strerror}; sort, filter and theme were not saved"
     return None
+
+
+def _joined(there: Preferences, kept: Preferences, since: Preferences) -> Preferences:
+    """Return what is in the file with the changes from ``since`` to ``kept``."""
+    changed = {name: value for name, value in msgspec.structs.asdict(kept).items() if value != getattr(since, name)}
+    if "filters" in changed:
+        gone, new = set(since.filters) - set(kept.filters), set(kept.filters) - set(since.filters)
+        replaced = {(one.rows, one.name) for one in new}
+        others = [one for one in there.filters if one not in gone and (one.rows, one.name) not in replaced]
+        changed["filters"] = (*others, *(one for one in kept.filters if one in new))
+    return msgspec.structs.replace(there, **changed)

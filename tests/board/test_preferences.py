@@ -12,7 +12,8 @@ import pytest
 
 from gpuboard.board import preferences
 from gpuboard.board.arrange import ViewState
-from gpuboard.board.preferences import Preferences
+from gpuboard.board.filter.query import TEXT_MAX
+from gpuboard.board.preferences import Preferences, SavedFilter
 from tests.board.lab import board, make_core, settle
 from tests.waiting import until
 
@@ -50,7 +51,7 @@ def test_what_was_kept_comes_back_from_a_private_file(tmp_path: Path) -> None:
         b'{"theme": 3}',
         b'{"view": {"sort": []}}',
         b"\xff\xfe",
-        b"x" * 200_000,
+        b"x" * 5_000_000,
         b"[" * 60_000,
         b"{" * 100_000,
     ],
@@ -60,10 +61,11 @@ def test_garbage_is_skipped_and_reported(tmp_path: Path, content: bytes) -> None
     file = preferences.path(env)
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
-    what = ": larger than 64 KiB" if len(content) > 65536 else " is not valid"
+    what = ": larger than 4096 KiB" if len(content) > 4 << 20 else " is not valid"
     assert preferences.load(env) == (Preferences(), f"{file}{what}; using default sort, filter and theme")
-    assert preferences.save(env, OTHER) is None
+    assert preferences.save(env, OTHER, Preferences()) is None
     assert preferences.load(env) == (OTHER, None)
+    assert file.with_name("board.json.bad").read_bytes() == content  # perhaps saved filters with a typing error
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,25 @@ def test_a_file_that_cannot_be_read_or_written_is_reported(tmp_path: Path) -> No
     nowhere = {"XDG_STATE_HOME": "/dev/null/state"}
     wrong = preferences.save(nowhere, OTHER)
     assert wrong == "/dev/null/state/gpuboard/board.json: Not a directory; sort, filter and theme were not saved"
+
+
+def test_a_board_keeps_what_another_one_has_saved_meanwhile(tmp_path: Path) -> None:
+    env = env_of(tmp_path)
+    old, free, mine, busy = (SavedFilter(name, f"state:{name}") for name in ("old", "free", "mine", "busy"))
+    began = Preferences(theme="light", filters=(old, busy))
+    preferences.save(env, began)
+    preferences.save(env, Preferences(theme="light", filters=(old, busy, free)), began)  # one board adds a filter,
+    preferences.save(env, Preferences(theme="light", filters=(old, busy), view=OTHER.view), began)  # another sorts,
+    preferences.save(env, Preferences(theme="light", filters=(mine, busy)), began)  # a third one adds and deletes
+    assert preferences.load(env) == (Preferences(theme="light", filters=(busy, free, mine), view=OTHER.view), None)
+
+
+def test_as_many_filters_as_can_be_saved_are_loaded(tmp_path: Path) -> None:
+    env = env_of(tmp_path)
+    kinds = ("GPUs", "leases", "runs", "processes", "events")
+    filters = [SavedFilter(f"{n}", "ä" * TEXT_MAX, rows) for rows in kinds for n in range(50)]
+    assert preferences.save(env, Preferences(filters=tuple(filters))) is None
+    assert preferences.load(env) == (Preferences(filters=tuple(filters)), None)
 
 
 def test_of_two_boards_the_last_one_wins_and_the_file_is_always_whole(tmp_path: Path) -> None:
