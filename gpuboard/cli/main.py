@@ -29,6 +29,7 @@ GROUPS = {  # by package
     "use": ("run", "launch", "runs", "logs", "attach", "stop", "explain"),
     "setup": ("demo", "config", "doctor"),
 }
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # writing; to stdout where the error names no file
 COMMANDS = {name: group for group, names in GROUPS.items() for name in names}
 
 _SUMMARY = """\
@@ -192,7 +193,8 @@ def _unexpected(error: Exception) -> int:
 
         traceback.print_exc()
     if isinstance(error, OSError) and error.errno is not None and error.__traceback__ is not None:
-        where = f" ({error.filename})" if error.filename else " (stdout)" if _stdout_failed() else ""
+        of_stdout = not error.filename and (error.errno in _FULL or _stdout_failed())
+        where = " (stdout)" if of_stdout else f" ({error.filename})" if error.filename else ""
         if error.errno == errno.EMFILE:
             where = f": the limit is {os.sysconf('SC_OPEN_MAX')}; raise it with `ulimit -n`"
         report(f"{error.strerror}{where}; set GPUBOARD_DEBUG=1 to see the traceback")

@@ -190,10 +190,11 @@ def test_closed_stdout_pipe_prints_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_full_disk_under_stdout_is_reported() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_full_disk_under_stdout_is_reported(unbuffered: str) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     try:
-        code, _, err = gpuboard("config", stdout=full, env={"PYTHONUNBUFFERED": ""})
+        code, _, err = gpuboard("config", stdout=full, env={"PYTHONUNBUFFERED": unbuffered})
     finally:
         os.close(full)
     assert code == 1

@@ -146,7 +146,7 @@ class _End:
 def _summary(writer: RecordingWriter, seconds: float) -> str:
     size = writer.bytes
     amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.0f} kB"
-    return f"{format_duration(seconds)}, {writer.frames} frames, {amount}"
+    return f"{format_duration(seconds)}, {writer.frames} {'frame' if writer.frames == 1 else 'frames'}, {amount}"
 
 
 def _period(text: str) -> float:
