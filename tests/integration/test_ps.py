@@ -95,6 +95,8 @@ def test_without_any_reading_the_code_is_6(here: Here) -> None:
 
 
 def test_without_processes(here: Here) -> None:
-    done = here.run("ps")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "no processes\n", "")
+    for words, nothing in ((["ps"], "no processes"), (["ps", "--user", "zoe"], "no processes of zoe"),
+                           (["leases", "--mine"], "you have no leases")):  # fmt: skip
+        done = here.run(*words)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{nothing}\n", "")
     assert here.json("ps", "--json")["processes"] == []

@@ -104,6 +104,11 @@ def test_what_was_not_read_is_named() -> None:
     assert unread(Snapshot(1, "", "lab", nodes)) == ["gpu01:1", "gpu02", "gpu03"]
 
 
+def test_a_hidden_user_is_not_counted_as_another_one() -> None:
+    found = running([node("gpu01", [process(1), process(2, user=None), process(3, user=None)])])
+    assert table(found, None, colour=False)[-1] == "3 processes on 1 GPU of 1 node"
+
+
 def test_columns_without_values_are_left_out() -> None:
     plain = running([node("gpu01", [process(4711, 3 * GIB, runtime_s=3725.0)])])
     assert table(plain, None, colour=False) == [

@@ -125,6 +125,14 @@ def test_each_mig_device_has_a_row() -> None:
     assert " ".join(lines[2].split()) == "gpu01 1:0 3g.40gb free - 0.0/40G no process, no reservation"
 
 
+def test_the_user_of_a_busy_mig_device_is_not_known() -> None:
+    devices = [MigView(f"MIG-{n}", "3g", state, "", 0, 40 * GIB) for n, state in enumerate(("free", "busy", "unknown"))]
+    gpu = msgspec.structs.replace(FREE, state="mig", flags=["mig"], mig=devices)
+    one = snapshot(msgspec.structs.replace(UP, gpus=[gpu]))
+    rows = [line.split() for line in table(one, None, "--columns", "gpu,user", colour=False)[1:5]]
+    assert rows == [["0", "-"], ["0:0", "-"], ["0:1", "?"], ["0:2", "?"]]
+
+
 def test_in_mig_mode_the_devices_are_counted_instead_of_the_gpu() -> None:
     states: tuple[GpuState, ...] = ("free", "busy")
     devices = [MigView(f"MIG-{n}", "3g.40gb", state, "", 0, 40 * GIB, []) for n, state in enumerate(states)]

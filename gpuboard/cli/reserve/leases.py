@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         for one in held(scene)
         if (one.mine or not mine) and (mine or args.user is None or one.lease.owner == args.user)
     ]
-    whose = "" if len(found) == len(scene.leases.leases) else " of yours" if mine else f" of {clean(args.user, 64)}"
+    of_user = f"no leases of {clean(args.user, 64)}" if args.user else "no leases"
     if args.json or args.format == "json":
         listed = msgspec.structs.replace(scene.leases, leases=[one.lease for one in found])
         sys.stdout.buffer.write(msgspec.json.encode(listed) + b"\n")
@@ -79,16 +79,18 @@ def run(args: argparse.Namespace, context: Context) -> int:
         for line in _unread(scene.leases):
             report(line)
     else:
-        for line in table(found, scene.leases, context.width, whose=whose, colour=context.colour):
+        for line in table(
+            found, scene.leases, context.width, nothing="you have no leases" if mine else of_user, colour=context.colour
+        ):
             print(line)
     return NoNodeReached.exit_code if no_node_reached(snapshot) else 0
 
 
 def table(
-    found: Sequence[HeldLease], whole: LeaseList, width: int | None, *, whose: str = "", colour: bool
+    found: Sequence[HeldLease], whole: LeaseList, width: int | None, *, nothing: str = "no leases", colour: bool
 ) -> list[str]:
-    """Return the lines of the table: ``found`` of all leases. ``width`` in terminal cells; None: no limit."""
-    lines = [f"no leases{whose}" + (" on the nodes that were read" if whole.unread else "")]
+    """Return the lines of the table: ``found`` of all leases, else ``nothing``. ``width`` in cells; None: no limit."""
+    lines = [nothing + (" on the nodes that were read" if whole.unread else "")]
     if found:
         now = time.time()
         lines = render(COLUMNS, [_row(one, now) for one in found], STEPS, width, colour=colour)

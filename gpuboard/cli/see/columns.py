@@ -90,8 +90,8 @@ def _state(device: DeviceRow) -> Cell:
 def _user(device: DeviceRow) -> Cell:
     if users := device.users:
         return Cell(",".join(clean(user, 32) for user in users))
-    if device.mig is not None:
-        return Cell("-")
+    if device.mig is not None:  # processes are known of its GPU only
+        return Cell("-" if device.mig.state in {"free", "reserved"} else "?")
     hidden = device.gpu.processes is None or device.gpu.processes or device.gpu.state == "occupied"
     return Cell("?" if hidden else "-")
 

@@ -104,7 +104,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
     else:
         lines = _tree(found, context) if args.tree else table(found, context.width, colour=context.colour)
         if not found:
-            lines = ["no processes" + (" on the GPUs that were read" if missing else "")]
+            nothing = {None: "no processes", ME: "you have no processes"}
+            words = nothing.get(args.user) or f"no processes of {clean(args.user, 64)}"
+            lines = [words + (" on the GPUs that were read" if missing else "")]
         print("\n".join(lines), flush=True)  # before the message about what is missing
     if missing:
         report(f"not read, so processes there are not listed: {_places(missing)}; `gpuboard status` shows why")
@@ -170,7 +172,7 @@ def _lines(rows: Sequence[Row], width: int | None, *, colour: bool) -> list[str]
 
 
 def _total(found: Sequence[Running], width: int | None) -> list[str]:
-    users = len({one.user for one in found})
+    users = len({one.user for one in found if one.user is not None})
     text = sums(found) + (f", {users} users" if users > 1 else "")
     return ["", text if width is None else elide(text, width)]
 
