@@ -126,7 +126,8 @@ def test_each_mig_device_has_a_row() -> None:
 
 
 def test_the_user_of_a_busy_mig_device_is_not_known() -> None:
-    devices = [MigView(f"MIG-{n}", "3g", state, "", 0, 40 * GIB) for n, state in enumerate(("free", "busy", "unknown"))]
+    states: tuple[GpuState, ...] = ("free", "busy", "unknown")
+    devices = [MigView(f"MIG-{n}", "3g.40gb", state, "", 0, 40 * GIB) for n, state in enumerate(states)]
     gpu = msgspec.structs.replace(FREE, state="mig", flags=["mig"], mig=devices)
     one = snapshot(msgspec.structs.replace(UP, gpus=[gpu]))
     rows = [line.split() for line in table(one, None, "--columns", "gpu,user", colour=False)[1:5]]
