@@ -112,7 +112,9 @@ def token_of(file: Path) -> str:
         raise GpuboardError(f"cannot read {file}: {error.strerror}") from error
     try:
         facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        if not stat.S_ISREG(facts.st_mode):
+            raise GpuboardError(f"{file}: not a regular file; name a file of the token, or a new one")
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
             raise GpuboardError(
                 f"{file}: the token file must belong to you and be private (it has mode "
                 f"{stat.S_IMODE(facts.st_mode):04o}, owner {facts.st_uid}): chmod 600 {file}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -39,7 +40,8 @@ def listen_at(path: Path) -> socket.socket:
         listener.listen(1024)  # a flood must not fill the queue before it is read
     except OSError as error:
         listener.close()
-        raise GpuboardError(f"cannot listen on {path}: {(error.strerror or str(error)).lower()}") from error
+        taken = "; another server or file is there, choose another path" if error.errno == errno.EADDRINUSE else ""
+        raise GpuboardError(f"cannot listen on {path}: {(error.strerror or str(error)).lower()}{taken}") from error
     finally:
         os.umask(mask)
     return listener
