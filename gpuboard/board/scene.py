@@ -95,7 +95,7 @@ class Scene:
     def label(self) -> str:
         """The label of every screen where this is not a real cluster as it is now: SIMULATED, or a replay's time."""
         simulated = any(node.source == "simulated" for node in self.snapshot.nodes)
-        return self._label or ("SIMULATED" if simulated else "")
+        return "  ".join(filter(None, (self._label, "SIMULATED" if simulated else "")))
 
     def is_mine(self, lease: Lease) -> bool:
         """Return whether we own a lease: its uid was read on its first node and is compared with ours there.

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from gpuboard.board.arrange import users_of
+from gpuboard.board.scene import Scene
 from gpuboard.board.tables.held import held
 from gpuboard.model.snapshot import ProcessView
 from tests.board import made
@@ -75,3 +76,10 @@ def test_a_gpu_is_found_wherever_its_node_stands_now() -> None:
     assert found(0, 2) is None
     assert found() is None
     assert found(0, 1, 2) == ("gpu02", 1)
+
+
+def test_a_replay_of_simulated_nodes_has_both_labels() -> None:
+    plain = made.node("gpu01", [made.gpu("gpu01", 0)])
+    for source, label in (("nvml", "REPLAY"), ("simulated", "REPLAY  SIMULATED")):
+        scene = made.scene(msgspec.structs.replace(plain, source=source))
+        assert Scene(scene.snapshot, scene.leases, uids={}, label="REPLAY").label == label

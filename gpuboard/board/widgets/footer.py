@@ -17,6 +17,7 @@ from textual.widget import Widget
 from gpuboard.board.text.cells import width
 
 _HELP = "app.help"
+_FIRST = "replay."  # the app's keys come after the screen's, where on most terminals there is no room
 
 
 class FooterEntry(NamedTuple):
@@ -64,7 +65,8 @@ class Footer(Widget):
         """Place the keys that fit, in the order of the bindings, and help at the right edge."""
         shown: dict[str, tuple[str, str, str, bool]] = {}  # by action; only the first of several keys is shown
         help_entry: tuple[str, str, str, bool] | None = None
-        for _, binding, enabled, _ in self.screen.active_bindings.values():
+        bindings = [(binding, enabled) for _, binding, enabled, _ in self.screen.active_bindings.values()]
+        for binding, enabled in sorted(bindings, key=lambda one: not (one[0].id or "").startswith(_FIRST)):
             entry = (self.app.get_key_display(binding), binding.description, binding.key, enabled)
             if binding.id == _HELP:
                 help_entry = help_entry or entry
