@@ -74,11 +74,12 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _joined(self, words: Sequence[str]) -> list[str]:
-        """Return ``words`` with `--at=-10m` in place of `--at -10m`, which argparse reads as two options."""
+        """Return ``words`` with `--at=-10m` for `--at -10m`: argparse reads a value with a dash as an option."""
         found: list[str] = []
         for position, word in enumerate(words):
             option = self._option_string_actions.get(words[position - 1]) if position else None
-            if option is not None and option.nargs is None and re.match("-[0-9]", word):
+            known = word in self._option_string_actions
+            if option is not None and option.nargs is None and re.match("-[^-]", word) and not known:
                 found[-1] += f"={word}"
             else:
                 found.append(word)

@@ -312,3 +312,12 @@ def test_config_checks_the_theme(tmp_path: Path) -> None:
     broken = "mine.toml: colors.primary = 'no colour' is not a colour; write #57d38c, ansi_green or a CSS name"
     code, _, err = gpuboard("config", env=env)
     assert (code, err) == (0, f"gpuboard: {broken}\n")
+
+
+def test_the_value_of_an_option_may_begin_with_a_dash() -> None:
+    parser = parser_of(load("status"))
+    read = parser.read(["--filter", "-state:free", "--replay", "day.gz", "--at", "-10m", "--free"])
+    assert (read.filter, read.at, read.free) == ("-state:free", "-10m", True)
+    for words in (["--at", "--free"], ["--at", "-h"], ["--at"]):
+        with pytest.raises(UsageError, match="--at needs a value"):
+            parser.read(words)

@@ -195,7 +195,8 @@ def show_progress(text: str, context: Context) -> None:
     """Show a line in place on stderr, where that is a terminal, cut at its width; an empty text erases it."""
     if context.shows_progress:
         width = shutil.get_terminal_size().columns
-        print(f"\r{elide(clean(text), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the terminal is gone
+            print(f"\r{elide(clean(text), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def no_node_reached(snapshot: Snapshot) -> bool:
