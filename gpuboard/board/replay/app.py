@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
+from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.replay.core import ReplayCore
@@ -30,6 +31,11 @@ class ReplayApp(BoardApp):
     def __init__(self, core: ReplayCore, guard: Guard | None = None) -> None:
         super().__init__(core, guard)
         self._replay = core
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hide ``+`` and ``-`` from the footer while text is typed: they are text then."""
+        typing = isinstance(self.focused, Input)
+        return not (action in {"faster", "slower"} and typing) and super().check_action(action, parameters)
 
     def action_pause(self) -> None:
         """Pause the replay, or go on."""
