@@ -70,7 +70,7 @@ async def test_an_invalid_filter_shows_which_one_is_in_force(tmp_path: Path, siz
             pilot, lambda: "in force: user:alice" in screen(app) and top(app).query_in_force.text == "user:alice"
         )
         await settle(pilot, lambda: "2 GPUs match user:alice" in screen(app))
-        await pilot.press("alt+f")
+        await pilot.press("ctrl+o")
         await settle(pilot, lambda: any("no valid filter to save" in toast.message for toast in app._notifications))
         await pilot.press("0", "G")
         await settle(pilot, lambda: "in force" not in screen(app))
@@ -144,7 +144,7 @@ async def test_a_filter_is_saved_chosen_and_deleted_by_keys_and_by_the_mouse(
         await pilot.press("F")
         await settle(pilot, lambda: any("no saved filters for GPUs" in toast.message for toast in app._notifications))
         for typed, name in (("user:alice", "alice's"), ("state:free", "free")):
-            await pilot.press("slash", "ctrl+u", *typed, "alt+f")
+            await pilot.press("slash", "ctrl+u", *typed, "ctrl+o")
             await settle(pilot, lambda: isinstance(app.screen, SaveFilter) and "Will save" in screen(app))
             await pilot.press("enter")
             assert isinstance(app.screen, SaveFilter)  # a name is needed
@@ -170,7 +170,7 @@ async def test_a_filter_is_saved_chosen_and_deleted_by_keys_and_by_the_mouse(
 async def test_saving_under_a_name_in_use_shows_what_is_replaced_and_is_kept(tmp_path: Path) -> None:
     async with still(tmp_path, LAB) as (app, pilot):
         for typed in ("user:alice", "user:albert"):
-            await pilot.press("slash", "ctrl+u", *typed, "alt+f")
+            await pilot.press("slash", "ctrl+u", *typed, "ctrl+o")
             await settle(pilot, lambda: isinstance(app.screen, SaveFilter) and app.screen.is_mounted)
             await pilot.press(*"mine")
             if typed == "user:albert":

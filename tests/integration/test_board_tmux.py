@@ -166,6 +166,10 @@ def test_the_filter_applies_while_typing_and_the_table_shows_reasons(screen: Pan
     screen.shows("^p Palette")  # keys go to the filter
     screen.type("node:gpu01 state:bro")
     screen.wait(lambda text: "gpu02" not in text.split("\n", 1)[1], "the filter leaves gpu01 alone")
+    screen.keys("C-o")  # not alt: many terminals send the same for alt-f and ctrl-right, and fields take alt-letters
+    screen.shows("Save this filter for GPUs", "Will save: node:gpu01 state:bro")
+    screen.keys("Escape")
+    screen.wait(lambda text: "Save this filter" not in text, "the dialog is closed")
     screen.keys("Enter")
     screen.shows("t View")  # and to the rows again
     screen.keys("t")

@@ -32,7 +32,7 @@ def open_saved(screen: FilteredScreen) -> None:
     """Let the user choose a saved filter, or delete one."""
     board = screen.board
     if not (known := saved(board, screen.FILTERED)):
-        board.notify(f"no saved filters for {screen.FILTERED}; / filters, alt-f saves", markup=False)
+        board.notify(f"no saved filters for {screen.FILTERED}; / filters, ctrl-o saves", markup=False)
         return
 
     def chosen(name: str | None) -> None:

@@ -85,7 +85,7 @@ class FilteredScreen(BoardScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", id="filter.open"),
         Binding("F", "saved_filters", "Saved filters", id="filter.saved", show=False),
-        Binding("alt+f", "save_filter", "Save filter", id="filter.save", show=False),
+        Binding("ctrl+o", "save_filter", "Save filter", id="filter.save", show=False),
     ]
 
     def filter_field(self) -> FilterField:
