@@ -200,7 +200,10 @@ class Recording:
     def _data(self, member: GzipMember) -> bytes:
         self._file.seek(member.offset + _HEAD.size + _EXTRA.size)
         packed = self._file.read(member.length - _HEAD.size - _EXTRA.size - _TAIL.size)
-        crc, length = _TAIL.unpack(self._file.read(_TAIL.size))
+        tail = self._file.read(_TAIL.size)
+        if len(tail) < _TAIL.size:
+            raise ValueError("it was cut after it was opened")
+        crc, length = _TAIL.unpack(tail)
         data = zlib.decompressobj(wbits=-15).decompress(packed, _MOST_BYTES)
         if len(data) != length or zlib.crc32(data) != crc:
             raise ValueError("its checksum differs")

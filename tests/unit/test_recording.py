@@ -194,6 +194,15 @@ def test_a_damaged_file_is_an_error_and_nothing_else(long: Path, data: st.DataOb
         assert str(path) in str(error)
 
 
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, long: Path) -> None:
+    path = tmp_path / "cut.gz"
+    path.write_bytes(long.read_bytes())
+    recording = Recording(path)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(GpuboardError, match=r"cut\.gz is damaged at .*: it was cut"):
+        list(recording.frames())
+
+
 def test_text_of_a_foreign_recording_is_cleaned(tmp_path: Path) -> None:
     hostile = replace(frame(0), snapshot=replace(frame(0).snapshot, cluster="l\x1b]0;owned\x07ab"))
     assert Recording(recorded(tmp_path / "hostile.gz", [hostile])).at(T0).snapshot.cluster == "l]0;ownedab"
