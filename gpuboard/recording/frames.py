@@ -21,6 +21,7 @@ from gpuboard.recording.changes import Tree
 # than this is the same one.
 _SLACK_S = {"age_s": 0.1, "runtime_s": 2.0}
 
+_TIMES = {"from", "until"}  # of leases and jobs, ISO 8601
 _STEPS: dict[str, int] = {"cpu_percent": 1, "memory_used": 2**26, "load1": 1}  # of a node
 _GPU_STEPS: dict[str, int] = {"power": 1}
 _RATES = ("pcie_sent", "pcie_received", "nvlink_sent", "nvlink_received")  # of a GPU's sensors: kept to two digits
@@ -131,14 +132,23 @@ def _ages(tree: Tree, at: float) -> Tree:
         return [_ages(value, at) for value in tree]
     if not isinstance(tree, dict):
         return tree
-    return {
-        key: max(0.0, at - value) if key in _SLACK_S and isinstance(value, int | float) else _ages(value, at)
-        for key, value in tree.items()
-    }
+    return {key: _value(key, value, at) for key, value in tree.items()}
+
+
+def _value(key: str, value: Tree, at: float) -> Tree:
+    """Return a member with an age in place of a moment. Raises ValueError for a time that the board could not show."""
+    if key in _SLACK_S and isinstance(value, int | float):
+        return max(0.0, at - value)
+    if key in _TIMES and isinstance(value, str):
+        try:
+            return iso(seconds_of(value))
+        except OverflowError as error:
+            raise ValueError(str(error)) from None
+    return _ages(value, at) if isinstance(value, dict | list) else value
 
 
 def _lease(tree: Tree, at: float) -> Lease:
-    lease = convert(tree, Lease)
+    lease = convert(_ages(tree, at), Lease)
     return msgspec.structs.replace(lease, remaining_s=max(0.0, seconds_of(lease.until) - at))
 
 

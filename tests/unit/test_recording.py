@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.model.gpu import Sensors
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
-from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
-from gpuboard.model.units import iso
+from gpuboard.model.snapshot import GpuView, JobView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
+from gpuboard.model.units import day_time, iso, seconds_of
 from gpuboard.recording.changes import applied, difference
 from gpuboard.recording.clock import ForwardClock
 from gpuboard.recording.file import Cursor, Recording, RecordingWriter
@@ -206,6 +206,25 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, long: P
 def test_text_of_a_foreign_recording_is_cleaned(tmp_path: Path) -> None:
     hostile = replace(frame(0), snapshot=replace(frame(0).snapshot, cluster="l\x1b]0;owned\x07ab"))
     assert Recording(recorded(tmp_path / "hostile.gz", [hostile])).at(T0).snapshot.cluster == "l]0;ownedab"
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0001-01-01T00:00", "9999-12-31T23:59:59-14:00"])
+def test_times_of_a_foreign_recording_can_be_shown(tmp_path: Path, text: str) -> None:
+    one = frame(0, lease=True)
+    [lease] = one.leases.leases
+    gpu = replace(one.snapshot.nodes[0].gpus[0], jobs=[JobView("7", "bob", "gpu", text)])
+    with_job = replace(one.snapshot, nodes=[replace(one.snapshot.nodes[0], gpus=[gpu])])
+    with_lease = replace(one.leases, leases=[replace(lease, since=text)])
+    for number, foreign in enumerate((replace(one, snapshot=with_job), replace(one, leases=with_lease))):
+        recording = Recording(recorded(tmp_path / f"{number}.gz", [foreign]))
+        try:
+            found = recording.at(T0)
+        except GpuboardError as error:
+            assert "is damaged at" in str(error)
+            continue
+        for shown in (found.leases.leases[0].since, *(job.until for job in found.snapshot.nodes[0].gpus[0].jobs)):
+            assert shown is not None
+            assert day_time(seconds_of(shown))
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
