@@ -252,6 +252,7 @@ class BoardApp(CrashHookApp):
         span: str | None = None,
         columns: tuple[str, ...] | None = None,
         filters: Sequence[preferences.SavedFilter] | None = None,
+        processes: preferences.ProcessOrder | None = None,
     ) -> None:
         """Keep a choice for the next start; saved after a debounce, in the background."""
         old = self.preferences
@@ -261,6 +262,7 @@ class BoardApp(CrashHookApp):
             span=span or old.span,
             columns=old.columns if columns is None else columns,
             filters=old.filters if filters is None else tuple(filters),
+            processes=processes or old.processes,
         )
         if new == old:
             return

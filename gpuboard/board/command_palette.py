@@ -10,7 +10,7 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 
 from gpuboard.board.dialogs.saved_filters import saved
-from gpuboard.board.screens.base import FilteredScreen
+from gpuboard.board.screens.base import BoardScreen, FilteredScreen
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -86,7 +86,11 @@ class Palette(Themes):
             run = partial(self.board.run_action, binding.action, active.node)
             found[binding.id] = _Command(binding.description, key, run, binding.show or binding.id.startswith("app."))
         yield from found.values()
-        if isinstance(screen := self.screen, FilteredScreen):
+        screen = self.screen
+        if isinstance(screen, BoardScreen):
+            for key, words in screen.orders().items():
+                yield _Command(f"Sort by {words}", "", partial(screen.order_by, key), False)
+        if isinstance(screen, FilteredScreen):
             for one in saved(self.board, screen.FILTERED):
                 yield _Command(f"Filter: {one.name}", one.text, partial(screen.use_filter, one.text))
         yield from super().commands()

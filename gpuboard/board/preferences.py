@@ -16,6 +16,7 @@ from gpuboard import files, paths
 from gpuboard.board.arrange import GROUPS, PANES, SORTS, VIEWS, ViewState
 from gpuboard.board.filter.query import TEXT_MAX
 from gpuboard.board.history import FIVE_MINUTES, SPANS, Span
+from gpuboard.cluster.snapshot import processes
 from gpuboard.model.decoding import from_json
 
 _SIZE = 4 << 20  # bytes; 50 saved filters for each kind of rows take 1 MiB at most
@@ -29,6 +30,14 @@ class SavedFilter(msgspec.Struct, frozen=True):
     rows: str = "GPUs"
 
 
+class ProcessOrder(msgspec.Struct, frozen=True):
+    """How the processes of the cluster are listed."""
+
+    sort: str = "node"  # a key of processes.SORTS
+    reverse: bool = False
+    tree: bool = False  # grouped by run, job or lease
+
+
 class Preferences(msgspec.Struct, frozen=True):
     """Unknown keys, of later versions, are ignored; missing ones have their defaults."""
 
@@ -37,6 +46,7 @@ class Preferences(msgspec.Struct, frozen=True):
     span: str = FIVE_MINUTES.name  # of the graphs, one of SPANS
     filters: tuple[SavedFilter, ...] = ()
     columns: tuple[str, ...] = ()  # of the table, as tables/columns.py reads them; none: the usual ones
+    processes: ProcessOrder = ProcessOrder()
 
     @property
     def graphs(self) -> Span:
@@ -68,6 +78,8 @@ def load(env: Mapping[str, str]) -> tuple[Preferences, str | None]:
         or len(view.filter) > TEXT_MAX
     ):
         kept = msgspec.structs.replace(kept, view=ViewState())
+    if kept.processes.sort not in processes.SORTS:
+        kept = msgspec.structs.replace(kept, processes=ProcessOrder())
     if kept.span not in {span.name for span in SPANS}:
         kept = msgspec.structs.replace(kept, span=FIVE_MINUTES.name)
     return kept, None

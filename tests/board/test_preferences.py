@@ -13,7 +13,7 @@ import pytest
 from gpuboard.board import preferences
 from gpuboard.board.arrange import ViewState
 from gpuboard.board.filter.query import TEXT_MAX
-from gpuboard.board.preferences import Preferences, SavedFilter
+from gpuboard.board.preferences import Preferences, ProcessOrder, SavedFilter
 from tests.board.lab import board, make_core, settle
 from tests.waiting import until
 
@@ -22,6 +22,7 @@ OTHER = Preferences(
     view=ViewState(view="table", sort="power", reverse=True, group="model", filter="a b"),
     span="24 h",
     columns=("node", "user:14", "reason"),
+    processes=ProcessOrder("memory", reverse=True, tree=True),
 )
 
 
@@ -130,6 +131,14 @@ def test_of_two_boards_the_last_one_wins_and_the_file_is_always_whole(tmp_path: 
         seen.add(kept)
     assert seen <= set(both)
     assert os.listdir(preferences.path(env).parent) == ["board.json"]
+
+
+def test_an_order_of_processes_of_another_version_is_passed_over(tmp_path: Path) -> None:
+    env = env_of(tmp_path)
+    file = preferences.path(env)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"theme": "light", "processes": {"sort": "luck", "tree": True}}))
+    assert preferences.load(env) == (Preferences(theme="light"), None)
 
 
 async def test_a_board_looks_as_it_did_when_it_was_left(tmp_path: Path) -> None:

@@ -10,12 +10,16 @@ import pytest
 from textual.widgets import Input, OptionList
 
 from gpuboard.board.app import BoardApp
+from gpuboard.board.command_palette import Palette
 from gpuboard.board.dialogs.base import Choose, Confirm
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.gpu import GpuScreen
+from gpuboard.board.screens.leases import LeasesScreen
+from gpuboard.board.screens.overview import OverviewScreen
 from gpuboard.board.screens.processes import ProcessesScreen
 from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.overview import OverviewPanel
 from gpuboard.launch.runs.folder import RankView, RunFolder, RunView, this_head
 from gpuboard.model.snapshot import ProcessView
 from tests.board import lab, made, other
@@ -53,8 +57,45 @@ def rows(app: BoardApp) -> list[tuple[str, ...]]:
     return found
 
 
+def sorted_by(app: BoardApp) -> str:
+    """Return what the list of leases, or the people of the overview, are sorted by."""
+    if isinstance(app.screen, OverviewScreen):
+        return app.screen.query_one(OverviewPanel).gatherer.order
+    sort = app.screen.query_one(Grid)._sort
+    return sort[0] if sort else ""
+
+
 def users(app: BoardApp) -> list[str]:
     return [row[0] for row in rows(app)]
+
+
+async def test_the_palette_offers_every_order_and_the_last_one_is_kept_with_the_grouping(tmp_path: Path) -> None:
+    async with made.still(tmp_path, some()) as (app, pilot):
+        await pilot.press("P")
+        await lab.settle(pilot, lambda: isinstance(app.screen, ProcessesScreen) and users(app))
+        offered = {command.title for command in Palette(app.screen).commands()}
+        assert {f"Sort by {words}" for words in app.screen.orders().values()} <= offered
+        await choose_in_palette(app, pilot, "Sort by GPU memory", "Sort by GPU memory")
+        await lab.settle(pilot, lambda: users(app) == ["alice", "bob", "mallory", "bob"])
+        await pilot.press("t")
+        await lab.settle(pilot, lambda: "lease k3f9" in users(app)[0])
+        await lab.settle(pilot, lambda: app._save_timer is not None and not app._save_timer.is_alive())
+        listed = rows(app)
+    async with made.still(tmp_path, some()) as (app, pilot):
+        await pilot.press("P")
+        await lab.settle(pilot, lambda: isinstance(app.screen, ProcessesScreen) and users(app))
+        assert rows(app) == listed
+        for key, screen in (("l", LeasesScreen), ("v", OverviewScreen)):
+            await pilot.press("escape", key)
+            await lab.settle(pilot, lambda screen=screen: isinstance(app.screen, screen))  # type: ignore[misc]
+            last, words = list(app.screen.orders().items())[-1]
+            await choose_in_palette(app, pilot, f"Sort by {words}", f"Sort by {words}")
+            await lab.settle(pilot, lambda last=last: last == sorted_by(app))  # type: ignore[misc]
+        await pilot.press("escape")
+        await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
+        await choose_in_palette(app, pilot, "Sort by power", "Sort by power")
+        await lab.settle(pilot, lambda: app.preferences.view.sort == "power")
+        assert app.preferences.view.reverse, "the highest first"
 
 
 @pytest.mark.parametrize("size", [(80, 24), (160, 48)])

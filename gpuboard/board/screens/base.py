@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rich.text import Text
@@ -67,6 +67,13 @@ class BoardScreen(Screen[None]):
     def restyle(self) -> None:
         """Redraw everything with the new ``app.look``."""
         self.on_screen_resume()
+
+    def orders(self) -> Mapping[str, str]:
+        """Return what the list can be sorted by, as key → words; the palette offers each."""
+        return {}
+
+    def order_by(self, key: str) -> None:
+        """Sort the list by a key of ``orders``."""
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a node (``node:NAME``) or a GPU (its UUID), if this screen has a row for it."""

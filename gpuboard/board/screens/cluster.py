@@ -300,26 +300,30 @@ class ClusterScreen(FilteredScreen, ActingScreen):
     def on_grid_sorted(self, message: Grid.Sorted) -> None:
         """Sort by a column."""
         if message.grid is self.grid and message.key in SORTS:  # not the processes, nor the sparkline
-            self._sort_by(message.key)
+            self.order_by(message.key)
 
     def action_sort(self) -> None:
         """Choose what to sort by; the same again reverses the order."""
 
         def chosen(sort: str | None) -> None:
             if sort is not None:
-                self._sort_by(sort)
+                self.order_by(sort)
 
         glyphs, now = self.board.look.glyphs, self.view.sort or "node"
         mark = glyphs.down if self.view.reverse else glyphs.up
         words = [(sort, f"{sort} {mark}" if sort == now else sort) for sort in SORTS]
         self.board.push_screen(Choose("Sort by", words), chosen)
 
-    def _sort_by(self, sort: str) -> None:
+    def orders(self) -> dict[str, str]:
+        """Return the orders of GPUs."""
+        return {sort: sort for sort in SORTS}
+
+    def order_by(self, key: str) -> None:
         """Sort first in the usual direction, then reversed."""
-        if self.view.sort == sort:
+        if self.view.sort == key:
             self.action_reverse()
         else:
-            self._change(sort=sort, reverse=sort in _DOWN_FIRST)
+            self._change(sort=key, reverse=key in _DOWN_FIRST)
 
     def action_reverse(self) -> None:
         self._change(sort=self.view.sort or "node", reverse=not self.view.reverse)

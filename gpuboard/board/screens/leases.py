@@ -57,7 +57,7 @@ _LINE = (
 _MARKS = Column("marks", "Flags", 12, drop=3)  # only beside the time line, and only where a lease has marks
 _EMPTY = "No GPU is reserved.\n\nr reserves; to choose GPUs, mark them with space in the cluster view first."
 _NO_MATCH = "No lease matches the filter.\nEscape clears it."
-_ORDERS = ("left", "owner", "gpus")
+_ORDERS = {"left": "time left", "owner": "owner", "gpus": "GPUs"}
 
 
 class LeasesScreen(FilteredScreen):
@@ -210,8 +210,7 @@ class LeasesScreen(FilteredScreen):
     @on(Grid.Sorted)
     def _sorted(self, event: Grid.Sorted) -> None:
         if event.key in _ORDERS:
-            self._order = event.key
-            self._redraw()
+            self.order_by(event.key)
 
     def on_resize(self) -> None:
         """Choose the columns for the new width."""
@@ -234,7 +233,16 @@ class LeasesScreen(FilteredScreen):
 
     def action_sort(self) -> None:
         """Sort by the next of time left, owner, GPUs."""
-        self._order = _ORDERS[(_ORDERS.index(self._order) + 1) % len(_ORDERS)]
+        keys = list(_ORDERS)
+        self.order_by(keys[(keys.index(self._order) + 1) % len(keys)])
+
+    def orders(self) -> dict[str, str]:
+        """Return the orders of leases."""
+        return _ORDERS
+
+    def order_by(self, key: str) -> None:
+        """Sort by a column."""
+        self._order = key
         self._redraw()
 
     def action_reserve(self) -> None:

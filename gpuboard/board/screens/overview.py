@@ -131,7 +131,14 @@ class OverviewScreen(GraphScreen, FilteredScreen):
             self.board.go_to_node(node.name)
 
     def action_sort(self) -> None:
-        """Sort the people by GPUs held, used or idle."""
-        shown = self._boxes.gatherer
-        shown.order = ORDERS[(ORDERS.index(shown.order) + 1) % len(ORDERS)]
+        """Sort the people by the next of GPUs idle, held, used."""
+        self.order_by(ORDERS[(ORDERS.index(self._boxes.gatherer.order) + 1) % len(ORDERS)])
+
+    def orders(self) -> dict[str, str]:
+        """Return the orders of people."""
+        return {key: f"GPUs {key}" for key in ORDERS}
+
+    def order_by(self, key: str) -> None:
+        """Sort the people."""
+        self._boxes.gatherer.order = key
         self.filter_changed()

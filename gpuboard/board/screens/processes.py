@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -12,6 +13,7 @@ from gpuboard.board.background import Background
 from gpuboard.board.dialogs.base import Choose
 from gpuboard.board.dialogs.signal import signal_these
 from gpuboard.board.filter.processes import PROCESSES, is_mine
+from gpuboard.board.preferences import ProcessOrder
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import FilteredScreen
 from gpuboard.board.text.processes import about, cluster_columns, group_key, meter_cells, overview, running_row
@@ -53,7 +55,6 @@ class ProcessesScreen(FilteredScreen):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sort, self._reverse, self._tree = "node", False, False
         self._found: dict[str, Running] = {}  # by key, without the filter
         self._runs: dict[str, str] = {}  # own runs by lease
         self._background: Background[dict[str, str]] = Background(self)
@@ -65,6 +66,11 @@ class ProcessesScreen(FilteredScreen):
         yield Grid(cluster_columns((), 0), marks=True, id="processes")
         yield Lines(id="about")
         yield Footer()
+
+    @property
+    def order(self) -> ProcessOrder:
+        """Order and grouping of the rows, kept between starts."""
+        return self.board.preferences.processes
 
     @property
     def _grid(self) -> Grid:
@@ -88,9 +94,10 @@ class ProcessesScreen(FilteredScreen):
         self._found = {one.key: one for one in found}
         query = self.query_in_force
         matching = [one for one, uid in self.filter_rows() if query.matches(one, uid)]
-        shown = in_order(matching, self._sort, reverse=self._reverse)
+        order = self.order
+        shown = in_order(matching, order.sort, reverse=order.reverse)
         items: list[Running | ProcessGroup] = list(shown)
-        if self._tree:
+        if order.tree:
             self._read_runs()
             items = []
             for group in grouped(shown, self._runs):
@@ -101,12 +108,12 @@ class ProcessesScreen(FilteredScreen):
         def row(item: Running | ProcessGroup) -> Row:
             own = isinstance(item, Running) and is_mine(item, scene.uids.get(item.node))
             dim = isinstance(item, Running) and scene.nodes[item.node].state != "up"
-            return running_row(item, mine=own, dim=dim, indent=self._tree, bar=bar, glyphs=glyphs)
+            return running_row(item, mine=own, dim=dim, indent=order.tree, bar=bar, glyphs=glyphs)
 
         grid = self._grid
         grid.set_empty("No process matches the filter.\nEscape clears it." if found else "No process on any GPU.")
         grid.set_columns(cluster_columns(scene.nodes, self.size.width))
-        grid.set_sort("gpu" if self._sort == "node" else self._sort, self._descending)
+        grid.set_sort("gpu" if order.sort == "node" else order.sort, self._descending)
         grid.set_rows(LazyRows(items, _key, row))
         self._show_sums(found, len(shown))
         self._about()
@@ -115,7 +122,7 @@ class ProcessesScreen(FilteredScreen):
         scene = self.board.scene
         missing = [] if scene is None else unread(scene.snapshot)
         down = self.board.look.glyphs.down if self._descending else self.board.look.glyphs.up
-        order = f"by {_SORT_WORDS.get(self._sort, self._sort)} {down}"
+        order = f"by {self.orders()[self.order.sort]} {down}"
         lines = [overview(found, shown=shown, selected=len(self._marked()), order=order)]
         if missing:
             more = f" and {len(missing) - _UNREAD_MOST} more" if len(missing) > _UNREAD_MOST else ""
@@ -124,7 +131,7 @@ class ProcessesScreen(FilteredScreen):
 
     @property
     def _descending(self) -> bool:
-        return SORTS[self._sort].descending != self._reverse
+        return SORTS[self.order.sort].descending != self.order.reverse
 
     def _about(self) -> None:
         one = self._found.get(self._grid.cursor or "")
@@ -167,29 +174,36 @@ class ProcessesScreen(FilteredScreen):
     def _sorted(self, event: Grid.Sorted) -> None:
         key = "node" if event.key == "gpu" else event.key
         if key in SORTS:
-            self._order_by(key, reverse=key == self._sort and not self._reverse)
+            self._change(sort=key, reverse=key == self.order.sort and not self.order.reverse)
 
-    def _order_by(self, key: str, *, reverse: bool) -> None:
-        self._sort, self._reverse = key, reverse
+    def _change(self, **changes: str | bool) -> None:
+        """Change order or grouping, also for the next start."""
+        self.board.remember(processes=msgspec.structs.replace(self.order, **changes))
         self._redraw()
+
+    def orders(self) -> dict[str, str]:
+        """Return the orders of processes."""
+        return {key: _SORT_WORDS.get(key, key) for key in SORTS}
+
+    def order_by(self, key: str) -> None:
+        """Sort in the usual direction."""
+        self._change(sort=key, reverse=False)
 
     def action_sort(self) -> None:
         """Choose what to sort by."""
 
         def chosen(key: str | None) -> None:
             if key is not None:
-                self._order_by(key, reverse=False)
+                self.order_by(key)
 
-        options = [(key, _SORT_WORDS.get(key, key)) for key in SORTS]
-        self.board.push_screen(Choose("Sort by", options), chosen)
+        self.board.push_screen(Choose("Sort by", list(self.orders().items())), chosen)
 
     def action_reverse(self) -> None:
-        self._order_by(self._sort, reverse=not self._reverse)
+        self._change(reverse=not self.order.reverse)
 
     def action_tree(self) -> None:
         """Group by the user's runs, by jobs and by leases, or not."""
-        self._tree = not self._tree
-        self._redraw()
+        self._change(tree=not self.order.tree)
         self.call_after_refresh(self._reveal)
 
     def _reveal(self) -> None:
