@@ -12,7 +12,7 @@ from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette, SearchIcon
 from textual.driver import Driver
-from textual.events import Event
+from textual.events import Event, Resize
 from textual.filter import LineFilter
 from textual.keys import KEY_DISPLAY_ALIASES
 from textual.message import Message
@@ -151,6 +151,12 @@ class BoardApp(CrashHookApp):
     async def on_event(self, event: Event) -> None:
         """Handle an event; keys and pastes one after the other."""
         await self._keys.pass_on(event, super().on_event)
+
+    def on_resize(self, event: Resize) -> None:
+        """Pass a new size on to the screens below the top one, too; textual lays them out without the event."""
+        for screen in self.screen_stack[:-1]:
+            if isinstance(screen, BoardScreen) and screen.is_mounted:
+                screen.post_message(Resize(event.size, event.virtual_size, event.container_size))
 
     def on_scene_changed(self, message: SceneChanged) -> None:
         """Show the newest scene on the visible screens: the top one, or a dialog and the screen below it."""

@@ -55,6 +55,10 @@ class GraphScreen(BoardScreen):
         """The span of the graphs."""
         return self.board.preferences.graphs
 
+    def on_resize(self) -> None:
+        """Share the new height."""
+        self.call_after_refresh(self.on_screen_resume)
+
     def action_span(self) -> None:
         """Show the next longer span, after the longest the shortest."""
         self.board.remember(span=SPANS[(SPANS.index(self.span) + 1) % len(SPANS)].name)

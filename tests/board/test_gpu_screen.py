@@ -147,10 +147,10 @@ async def test_processes_stand_in_a_grid_and_the_rogue_one_is_marked(tmp_path: P
         grid = app.screen.query_one("#processes", Grid)
         assert [row.key for row in grid._rows] == ["41:1.5", "42:2.5", "43:None"]
         assert [grid.render_line(y).text.split() for y in range(4)] == [
-            ["User", "Pid", "Memory", "SM%", "CPU%", "Host", "Time", "Job", "Lease", "Container", "Note", "Command"],
-            ["alice", "41", "50G", "97", "412", "12G", "1h01m", "123", "-", "-", "python", "train.py"],
-            ["eve", "42", "9.0G", "?", "?", "?", "?", "-", "-", "0123456789ab", "rogue", "python", "steal.py"],
-            ["hidden", "43", "?", "?", "?", "?", "?", "-", "-", "-", "graphics", "Xorg"],
+            ["User", "Pid", "Memory", "SM%", "CPU%", "Host", "Time", "Job", "Container", "Note", "Command"],
+            ["alice", "41", "50G", "97", "412", "12G", "1h01m", "123", "-", "python", "train.py"],
+            ["eve", "42", "9.0G", "?", "?", "?", "?", "-", "0123456789ab", "rogue", "python", "steal.py"],
+            ["hidden", "43", "?", "?", "?", "?", "?", "-", "-", "graphics", "Xorg"],
         ]
         assert (grid.has_focus, grid.cursor) == (True, "41:1.5")
         await pilot.press("down")

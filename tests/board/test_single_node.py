@@ -124,7 +124,7 @@ async def test_mig_devices_filter_and_groups(tmp_path: Path) -> None:
         await pilot.press("slash", *"user:bob", "enter")
         await settle(pilot, lambda: shown.cursor_uuid == "GPU-dgx-1")
         await pilot.press("escape", "g", "g", "g")
-        await settle(pilot, lambda: any(line.startswith("bob  1 GPU") for line in rows(shown)))
+        await settle(pilot, lambda: any(line.strip().startswith("bob  1 GPU") for line in rows(shown)))
         await pilot.press("g", "g", "t")
         assert isinstance(shown.grid, GpuTable)
         assert shown.cursor_uuid == "MIG-dgx-0-0"  # where the user put it before the filter

@@ -13,6 +13,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
+from gpuboard.board.dialogs.base import Choose
 from gpuboard.board.dialogs.saved_filters import open_save, open_saved
 from gpuboard.board.filter.language import Key, Language, Query
 from gpuboard.board.scene import Scene
@@ -73,7 +74,18 @@ class BoardScreen(Screen[None]):
         return {}
 
     def order_by(self, key: str) -> None:
-        """Sort the list by a key of ``orders``."""
+        """Sort the list by a key of ``orders``; by the same again: reversed."""
+
+    def choose_order(self, now: str, *, down: bool) -> None:
+        """Let the user choose from ``orders``; the one in use has its direction beside it."""
+
+        def chosen(key: str | None) -> None:
+            if key is not None:
+                self.order_by(key)
+
+        mark = self.board.look.glyphs.down if down else self.board.look.glyphs.up
+        options = [(key, f"{words} {mark}" if key == now else words) for key, words in self.orders().items()]
+        self.board.push_screen(Choose("Sort by", options), chosen)
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a node (``node:NAME``) or a GPU (its UUID), if this screen has a row for it."""

@@ -16,7 +16,6 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 
 from gpuboard.board.arrange import GROUPS, SORTS, NodeRow, ViewState, arrange, arrange_nodes, natural, pane_of
-from gpuboard.board.dialogs.base import Choose
 from gpuboard.board.dialogs.columns import open_columns
 from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.gpu_actions import ActingScreen
@@ -303,16 +302,7 @@ class ClusterScreen(FilteredScreen, ActingScreen):
             self.order_by(message.key)
 
     def action_sort(self) -> None:
-        """Choose what to sort by; the same again reverses the order."""
-
-        def chosen(sort: str | None) -> None:
-            if sort is not None:
-                self.order_by(sort)
-
-        glyphs, now = self.board.look.glyphs, self.view.sort or "node"
-        mark = glyphs.down if self.view.reverse else glyphs.up
-        words = [(sort, f"{sort} {mark}" if sort == now else sort) for sort in SORTS]
-        self.board.push_screen(Choose("Sort by", words), chosen)
+        self.choose_order(self.view.sort or "node", down=self.view.reverse)
 
     def orders(self) -> dict[str, str]:
         """Return the orders of GPUs."""

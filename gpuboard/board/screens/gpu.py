@@ -19,7 +19,7 @@ from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.board.text.detail.graphs import GraphFrame
 from gpuboard.board.text.detail.sensors import sensor_lines
 from gpuboard.board.text.lines import Runs, above, named, title
-from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_key, process_rows
+from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_key, process_rows, with_values
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid, Row
@@ -91,12 +91,19 @@ class GpuPanel(VerticalScroll, can_focus=False):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._memory: Memory | None = None
+        self._shown: tuple[Scene, str | None, History, Glyphs] | None = None
 
     def compose(self) -> ComposeResult:
         yield Pane()
 
+    def on_resize(self) -> None:
+        """Give the graphs the new height."""
+        if self._shown is not None:
+            self.show_gpu(*self._shown)
+
     def show_gpu(self, scene: Scene, uuid: str | None, history: History, glyphs: Glyphs) -> None:
         """Show a GPU, or how to choose one."""
+        self._shown = scene, uuid, history, glyphs
         pane = self.query_one(Pane)
         if uuid is None:
             self._memory = None
@@ -195,6 +202,7 @@ class GpuScreen(GraphScreen, ActingScreen):
         self.query_one("#readings", Pane).show(
             lambda width: gpu_lines.readings(values.gpu, samples, GraphFrame(width, height, glyphs, old, span))
         )
+        self.query_one("#processes", Grid).set_columns(with_values(PROCESS_COLUMNS, values.gpu.processes or ()))
         self._show_processes(process_rows(values, dim=old), no_processes(values))
         self.query_one("#links", Pane).show(lambda width: [title("Links"), *gpu_lines.links(place, width)])
         self.query_one("#health", Pane).show(lambda width: [title("Health"), *gpu_lines.health(place.gpu, width)])

@@ -21,6 +21,7 @@ from gpuboard.board.screens.base import FilteredScreen
 from gpuboard.board.screens.watches import open_watch
 from gpuboard.board.tables.held import HeldLease, held
 from gpuboard.board.text.detail import timeline
+from gpuboard.board.text.lines import wrapped
 from gpuboard.board.text.rows import Runs, share
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from gpuboard.leases.ledger import Released
 
 _RICH = 150  # terminal cells from which list and time line are side by side
+_DETAILS = 3  # lines of each fact about the lease under the cursor
 _BAR = "bar"
 _LIST = (
     Column("id", "Lease", 6),
@@ -189,10 +191,12 @@ class LeasesScreen(FilteredScreen):
             lease, span = one.lease, f"{local(one.since, now)} to {local(one.until, now)}"
             purpose = f"; {lease.purpose}" if lease.purpose else ""
             host = f" from {lease.host}" if lease.host else ""
-            lines = [
-                ((f"{lease.id}  {places_words(lease.gpus)}", ""),),
-                ((f"{lease.owner}{host}, {holder_words(lease)}; {span}{purpose}", ""),),
-            ]
+            facts = (
+                f"{lease.id}  {places_words(lease.gpus)}",
+                f"{lease.owner}{host}, {holder_words(lease)}; {span}{purpose}",
+            )
+            room = self.size.width - 2
+            lines = [((line, ""),) for fact in facts for line in wrapped(fact, room, most=_DETAILS)]
             for gpu, process in one.rogues[:2]:
                 node = next((part.node for part in lease.gpus if part.uuid == gpu.uuid), "?")
                 words = f"rogue on {node}:{gpu.index}: {process.user}'s process {process.pid}  {process.command}"
@@ -213,8 +217,8 @@ class LeasesScreen(FilteredScreen):
             self.order_by(event.key)
 
     def on_resize(self) -> None:
-        """Choose the columns for the new width."""
-        self._redraw()
+        """Choose the columns for the new width; the list has it only after the layout."""
+        self.call_after_refresh(self._redraw)
 
     def _redraw(self) -> None:
         if self.board.scene is not None:

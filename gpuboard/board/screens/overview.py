@@ -108,10 +108,6 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         )
         return Row(str(id(event)), cells)
 
-    def on_resize(self) -> None:
-        """Share the new height."""
-        self.call_after_refresh(self.on_screen_resume)
-
     @on(Grid.Chosen, "#events")
     def open_place(self, message: Grid.Chosen) -> None:
         """Show the GPU, or the first node, of an event in the cluster view."""

@@ -10,7 +10,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from gpuboard.board.background import Background
-from gpuboard.board.dialogs.base import Choose
 from gpuboard.board.dialogs.signal import signal_these
 from gpuboard.board.filter.processes import PROCESSES, is_mine
 from gpuboard.board.preferences import ProcessOrder
@@ -63,7 +62,7 @@ class ProcessesScreen(FilteredScreen):
         """Sums, filter, the processes, the one under the cursor."""
         yield Lines(id="sums")
         yield self.filter_field()
-        yield Grid(cluster_columns((), 0), marks=True, id="processes")
+        yield Grid(cluster_columns((), 0, ()), marks=True, id="processes")
         yield Lines(id="about")
         yield Footer()
 
@@ -112,7 +111,7 @@ class ProcessesScreen(FilteredScreen):
 
         grid = self._grid
         grid.set_empty("No process matches the filter.\nEscape clears it." if found else "No process on any GPU.")
-        grid.set_columns(cluster_columns(scene.nodes, self.size.width))
+        grid.set_columns(cluster_columns(scene.nodes, self.size.width, found))
         grid.set_sort("gpu" if order.sort == "node" else order.sort, self._descending)
         grid.set_rows(LazyRows(items, _key, row))
         self._show_sums(found, len(shown))
@@ -174,7 +173,7 @@ class ProcessesScreen(FilteredScreen):
     def _sorted(self, event: Grid.Sorted) -> None:
         key = "node" if event.key == "gpu" else event.key
         if key in SORTS:
-            self._change(sort=key, reverse=key == self.order.sort and not self.order.reverse)
+            self.order_by(key)
 
     def _change(self, **changes: str | bool) -> None:
         """Change order or grouping, also for the next start."""
@@ -186,17 +185,11 @@ class ProcessesScreen(FilteredScreen):
         return {key: _SORT_WORDS.get(key, key) for key in SORTS}
 
     def order_by(self, key: str) -> None:
-        """Sort in the usual direction."""
-        self._change(sort=key, reverse=False)
+        """Sort first in the usual direction, then reversed."""
+        self._change(sort=key, reverse=key == self.order.sort and not self.order.reverse)
 
     def action_sort(self) -> None:
-        """Choose what to sort by."""
-
-        def chosen(key: str | None) -> None:
-            if key is not None:
-                self.order_by(key)
-
-        self.board.push_screen(Choose("Sort by", list(self.orders().items())), chosen)
+        self.choose_order(self.order.sort, down=self._descending)
 
     def action_reverse(self) -> None:
         self._change(reverse=not self.order.reverse)
@@ -211,7 +204,7 @@ class ProcessesScreen(FilteredScreen):
 
     def on_resize(self) -> None:
         """Choose the columns for the new width."""
-        self._redraw()
+        self.call_after_refresh(self._redraw)
 
     # The processes
 

@@ -185,7 +185,7 @@ class RunsScreen(FilteredScreen):
 
     def on_resize(self) -> None:
         """Share the new height among details and picture."""
-        self._draw_detail()
+        self.call_after_refresh(self._draw_detail)
 
     def jump(self, run: str) -> None:
         """Put the cursor on a run."""

@@ -37,6 +37,7 @@ from gpuboard.board.text.rows import (
     Styled,
     header_runs,
     line_of,
+    lines_of,
     row_runs,
     runs_of,
     share,
@@ -133,7 +134,7 @@ class _Body(NamedTuple):
         found: list[Styled] = []
         for row in made:
             line, over = line_of(row), self.look.style("cursor") if row is first else Style()
-            parts = (line.line(number) for number in range(tall))
+            parts = lines_of(line, tall)
             found += (self._row(part, titles, widths, width, over=over, marking=True) for part in parts)
         host = [runs_of(Cell(runs), self.base, self.look) for runs in self._host()]
         below = [[(" " * MARK_WIDTH, self.base), *runs] for runs in self._processes(places, width - MARK_WIDTH)]
@@ -144,7 +145,7 @@ class _Body(NamedTuple):
         return single_node.host_lines(self.scene.snapshot.nodes[0], self.look.glyphs, self.columns)
 
     def _processes(self, places: Sequence[Place], width: int) -> list[Styled]:
-        titles = single_node.TITLES
+        titles = single_node.process_columns(places)
         widths = share(titles, width)
         rows = [line_of(row) for row in single_node.process_rows(places)]
         return [self._titles(titles, widths, width), *(self._row(row, titles, widths, width) for row in rows)]
@@ -170,8 +171,7 @@ class _Body(NamedTuple):
                 line = Line(cells_of(item, drawing), False, item.node.state != "up", below=tuple(further))
             else:
                 line = Line((Cell(group_words(item)),), True, False)
-            parts = (line.line(number) for number in range(size.lines))
-            found += (self._row(part, titles, widths, width) for part in parts)
+            found += (self._row(part, titles, widths, width) for part in lines_of(line, size.lines))
         edge = (" " * _EDGE, self.base)
         return [
             fit_runs([edge, *fit_runs(runs, width, self.base, ellipsis="")], self.columns, self.base) for runs in found

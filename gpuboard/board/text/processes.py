@@ -30,7 +30,7 @@ _REST = (
     Column("lease", "Lease", 6, drop=6),
     Column("container", "Container", 12, drop=9),
     Column("note", "Note", 8, drop=1),
-    Column("command", "Command", 16, weight=1, least=16),
+    Column("command", "Command", 20, weight=1, least=20),
 )
 PROCESS_COLUMNS = (_USER, *_REST)
 CLUSTER_COLUMNS = (_USER, Column("node", "Node", 8, weight=0), Column("gpu", "GPU", 5, right=True), *_REST)
@@ -50,7 +50,6 @@ def process_rows(place: Place, *, dim: bool) -> list[Row]:
 
 def process_cells(process: ProcessView, *, mine: bool = False) -> tuple[Cell, ...]:
     """Return the cells of a process, one for each of ``PROCESS_COLUMNS``."""
-    note = "rogue" if process.rogue else process.type if process.type != "compute" else ""
     sm, cpu = process.sm_percent, process.cpu_percent
     return (
         Cell("hidden", "unknown") if process.user is None else Cell(process.user, "mine" if mine else ""),
@@ -63,13 +62,28 @@ def process_cells(process: ProcessView, *, mine: bool = False) -> tuple[Cell, ..
         Cell(process.job or "-", "" if process.job else "dim"),
         Cell(process.lease or "-", "" if process.lease else "dim"),
         Cell(process.container or "-", "" if process.container else "dim"),
-        Cell(note, "bad" if process.rogue else "dim"),
+        Cell(_note(process), "bad" if process.rogue else "dim"),
         Cell(process.command),
     )
 
 
+def _note(process: ProcessView) -> str:
+    return "rogue" if process.rogue else process.type if process.type != "compute" else ""
+
+
 def _known(text: str, style: str = "") -> Cell:
     return Cell(text, "unknown" if text == UNKNOWN else style)
+
+
+def with_values(columns: Sequence[Column], found: Collection[ProcessView]) -> tuple[Column, ...]:
+    """Return columns of processes with no width for those in which none has a value, so that commands get the room."""
+    values: dict[str, bool] = {
+        "job": any(process.job for process in found),
+        "lease": any(process.lease for process in found),
+        "container": any(process.container for process in found),
+        "note": any(map(_note, found)),
+    }
+    return tuple(column if values.get(column.key, True) else column._replace(width=0) for column in columns)
 
 
 def no_processes(place: Place) -> str:
@@ -77,10 +91,11 @@ def no_processes(place: Place) -> str:
     return "no process" if place.gpu.processes is not None else "? cannot read the processes"
 
 
-def cluster_columns(names: Collection[str], cells: int) -> tuple[Column, ...]:
+def cluster_columns(names: Collection[str], cells: int, found: Collection[ProcessView]) -> tuple[Column, ...]:
     """Return the columns of processes on many nodes, for ``cells`` in all; names are as wide as the longest."""
     sizes = {"node": min(NODE_MOST, max([4, *map(len, names)])), "sm": 4 + meter_cells(cells)}
-    return tuple(column._replace(width=sizes.get(column.key, column.width)) for column in CLUSTER_COLUMNS)
+    columns = [column._replace(width=sizes.get(column.key, column.width)) for column in CLUSTER_COLUMNS]
+    return with_values(columns, found)
 
 
 def meter_cells(cells: int) -> int:

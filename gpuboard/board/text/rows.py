@@ -28,6 +28,8 @@ GAP = 1  # between columns
 class Column(NamedTuple):
     """A column. ``width`` in terminal cells; with ``weight`` at least ``least`` and a share of the remaining space.
 
+    One without width and weight is not drawn.
+
     Where not all fit, columns with the highest ``drop`` go first; those with 0 always stay.
     """
 
@@ -115,6 +117,11 @@ class Line(NamedTuple):
         return self._replace(cells=(cell._replace(rest=True),), group=False, marked=False)
 
 
+def part_of(line: Line, number: int, tall: int) -> Line:
+    """Return one of the lines of a row of ``tall`` lines; a heading stands in the last one, above its rows."""
+    return line.line((number + line.group) % tall)
+
+
 def line_of(row: Row, *, cursor: bool = False, marked: bool = False) -> Line:
     """Return a row with its cells made."""
     cells = row.cells() if callable(row.cells) else row.cells
@@ -123,7 +130,7 @@ def line_of(row: Row, *, cursor: bool = False, marked: bool = False) -> Line:
 
 def share(columns: Sequence[Column], space: int) -> dict[int, int]:
     """Return the width of each column that fits into ``space`` terminal cells, by its index."""
-    shown = list(enumerate(columns))
+    shown = [(index, column) for index, column in enumerate(columns) if column.width or column.weight]
 
     def needed() -> int:
         least = (column.least or column.width if column.weight else column.width for _, column in shown)
@@ -194,7 +201,8 @@ def row_runs(
     cut = look.glyphs.ellipsis
     if line.group:
         style = base + look.style("group")
-        return fit_runs(runs_of(line.cells[0], style, look), width, style, ellipsis=cut)
+        margin = [(" " * MARK_WIDTH, style)] if marking else []
+        return fit_runs([*margin, *runs_of(line.cells[0], style, look)], width, style, ellipsis=cut)
     row = base + look.style("dim") if line.dim else base
     runs: Styled = []
     if marking:

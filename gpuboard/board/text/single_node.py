@@ -30,7 +30,7 @@ from gpuboard.board.text.gpu_row import (
 from gpuboard.board.text.lines import wrapped
 from gpuboard.board.text.picture import group_words, trouble_role
 from gpuboard.board.text.plots import Values, history, meter, metered
-from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key
+from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key, with_values
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView
@@ -229,6 +229,11 @@ def no_process(places: Sequence[Place]) -> str:
     if any(place.gpu.processes is None for place in places):
         return "? cannot read the processes"
     return "no process on these GPUs" if places else ""
+
+
+def process_columns(places: Iterable[Place]) -> tuple[Column, ...]:
+    """Return the columns of ``process_rows``."""
+    return with_values(TITLES, [process for place in places for process in place.gpu.processes or ()])
 
 
 def process_rows(places: Iterable[Place]) -> list[Row]:

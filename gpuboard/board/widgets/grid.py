@@ -27,6 +27,7 @@ from gpuboard.board.text.rows import (
     header_runs,
     keys_of,
     line_of,
+    part_of,
     row_runs,
     runs_of,
     share,
@@ -322,9 +323,9 @@ class Grid(Dragging, can_focus=True):
             if drawn is not None and drawn[0] == line:
                 lines[index] = drawn
             else:
-                same = (
-                    () if drawn is None or tall == 1 else [n for n in range(tall) if drawn[0].line(n) == line.line(n)]
-                )
+                same: list[int] = []
+                if drawn is not None and tall > 1:
+                    same = [n for n in range(tall) if part_of(drawn[0], n, tall) == part_of(line, n, tall)]
                 lines[index] = (line, {n: drawn[1][n] for n in same if n in drawn[1]} if drawn else {})
                 for number in set(range(tall)).difference(same):
                     self.refresh(Region(0, index * tall - top + HEADER + number, width, 1))
@@ -357,7 +358,7 @@ class Grid(Dragging, can_focus=True):
             self._lines[index] = (self._line(index), {})
         line, drawn = self._lines[index]
         if number not in drawn:
-            drawn[number] = self._row_strip(line.line(number), base, width, marked=line.marked)
+            drawn[number] = self._row_strip(part_of(line, number, self._tall), base, width, marked=line.marked)
         return drawn[number]
 
     def _empty_strip(self, y: int, base: Style, width: int) -> Strip:

@@ -95,4 +95,5 @@ class SingleNode(Vertical):
         places = [item for item in items if isinstance(item, Place)]
         processes = self.query_one("#node-processes", ProcessGrid)
         processes.set_empty(text.no_process(places))
+        processes.set_columns(text.process_columns(places))
         processes.set_rows(text.process_rows(places))
