@@ -14,7 +14,7 @@ from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.events import Click, DescendantFocus
+from textual.events import Click, DescendantFocus, Resize
 from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widget import Widget
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 YES = "yes"  # the value of a toggle that is on; off: ""
+_AROUND = 7  # lines of a dialog besides its fields and its message: frame, title, buttons, blank ones
+_FIELDS_MOST = 12  # lines
+_MESSAGE_LEAST, _MESSAGE_MOST = 2, 8  # lines
 
 
 def _fine(_: str) -> str:
@@ -131,6 +134,8 @@ class Box(ModalScreen[T]):
         Binding("left", "app.focus_previous", "Previous", id="dialog.left", show=False),
         Binding("down", "app.focus_next", "Next field", id="dialog.next", show=False),
         Binding("up", "app.focus_previous", "Previous field", id="dialog.previous", show=False),
+        Binding("pageup", "page(-1)", "Page up", id="dialog.page-up", show=False),
+        Binding("pagedown", "page(1)", "Page down", id="dialog.page-down", show=False),
     ]
 
     def __init__(self, title: str) -> None:
@@ -176,6 +181,11 @@ class Box(ModalScreen[T]):
         """Close without doing anything."""
         self.dismiss(None)
 
+    def action_page(self, by: int) -> None:
+        """Scroll a text that is longer than its part of the dialog."""
+        for area in self.query(VerticalScroll):
+            area.scroll_relative(y=by * max(1, area.size.height - 1), animate=False)
+
 
 class Dialog(Box[T]):
     """Labelled fields that are checked while typing, a message below them, a verb and Cancel.
@@ -198,8 +208,8 @@ class Dialog(Box[T]):
     }
     Dialog .field Tick { width: 28; padding-left: 1; }
     Dialog .field .note { width: 1fr; padding-left: 1; height: auto; }
-    Dialog #fields { height: auto; max-height: 12; }
-    Dialog #message { height: auto; max-height: 8; margin-top: 1; }
+    Dialog #fields { height: auto; }
+    Dialog #message { height: auto; margin-top: 1; }
     Dialog #message.-empty { display: none; }
     Dialog #words { width: 100%; }
     """
@@ -232,6 +242,13 @@ class Dialog(Box[T]):
     def on_mount(self) -> None:
         """Check the defaults; the first field has the focus."""
         self.check()
+
+    def on_resize(self, event: Resize) -> None:
+        """Share the height among fields and message, so that title and buttons stay visible."""
+        room = event.size.height - _AROUND
+        fields = max(1, min(_FIELDS_MOST, room - min(_MESSAGE_LEAST, room // 2)))
+        self.query_one("#fields").styles.max_height = fields
+        self.query_one("#message").styles.max_height = max(1, min(_MESSAGE_MOST, room - min(fields, len(self.fields))))
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
         """Mark the label of the field that has the focus."""
@@ -405,7 +422,9 @@ class Choose(Box[str]):
 
     DEFAULT_CSS = """
     Choose #box { width: 76; }
-    Choose OptionList { height: auto; max-height: 14; border: none; padding: 0; }
+    Choose OptionList {
+        height: auto; max-height: 14; border: none; padding: 0; text-wrap: nowrap; text-overflow: ellipsis;
+    }
     Choose OptionList:focus { border: none; }
     """
 

@@ -27,7 +27,7 @@ _LIST = (
     Column("width", "Width", 7, right=True),
     Column("about", "", 0, weight=1, least=8),
 )
-_AROUND = 15  # lines of the box without the list, and of the board above it
+_AROUND = 16  # lines of the box without the list, and of the board above it
 _HINT = "space: show, hide   left, right: move   + -: width   backspace: reset"
 
 
@@ -67,6 +67,7 @@ class ColumnsDialog(Box[bool]):
 
     DEFAULT_CSS = """
     ColumnsDialog { align: center bottom; }
+    ColumnsDialog #box { margin-bottom: 1; }
     ColumnsDialog #hint { width: 100%; color: $text-muted; }
     """
 

@@ -53,7 +53,7 @@ class LogScreen(BoardScreen):
         Binding("right", "right(1)", "Right", id="log.right", show=False),
     ]
     CSS = """
-    LogScreen #head, LogScreen #trouble, LogScreen #message { height: 1; }
+    LogScreen #head, LogScreen #trouble, LogScreen #message { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
     LogScreen #trouble, LogScreen #message, LogScreen #words { display: none; }
     LogScreen #words { height: 1; }
     LogScreen #trouble.-shown, LogScreen #message.-shown, LogScreen #words.-shown { display: block; }
