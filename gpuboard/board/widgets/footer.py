@@ -10,6 +10,7 @@ from typing import NamedTuple
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
+from textual.binding import Binding
 from textual.screen import Screen
 from textual.strip import Strip
 from textual.widget import Widget
@@ -17,7 +18,8 @@ from textual.widget import Widget
 from gpuboard.board.text.cells import width
 
 _HELP = "app.help"
-_FIRST = "replay."  # the app's keys come after the screen's, where on most terminals there is no room
+_REPLAY = "replay."  # the app's keys come after the screen's, where on most terminals there is no room
+_LATER = frozenset({"gpus.signal", "gpus.copy", "cluster.group"})  # shown after those that lead to other screens
 
 
 class FooterEntry(NamedTuple):
@@ -62,11 +64,11 @@ class Footer(Widget):
             self._arrange()
 
     def _arrange(self) -> None:
-        """Place the keys that fit, in the order of the bindings, and help at the right edge."""
+        """Place the keys that fit, the way back first, and help at the right edge."""
         shown: dict[str, tuple[str, str, str, bool]] = {}  # by action; only the first of several keys is shown
         help_entry: tuple[str, str, str, bool] | None = None
         bindings = [(binding, enabled) for _, binding, enabled, _ in self.screen.active_bindings.values()]
-        for binding, enabled in sorted(bindings, key=lambda one: not (one[0].id or "").startswith(_FIRST)):
+        for binding, enabled in sorted(bindings, key=lambda one: _rank(one[0])):
             entry = (self.app.get_key_display(binding), binding.description, binding.key, enabled)
             if binding.id == _HELP:
                 help_entry = help_entry or entry
@@ -115,3 +117,9 @@ class Footer(Widget):
                     self.app.simulate_key(entry.pressed)
                 else:
                     self.app.bell()
+
+
+def _rank(binding: Binding) -> int:
+    """Return the place of a key among the others; those of one rank stay in the order of the bindings."""
+    name = binding.id or ""
+    return 0 if binding.key == "escape" else 1 if name.startswith(_REPLAY) else 3 if name in _LATER else 2
