@@ -85,7 +85,7 @@ async def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
         assert [line[:61].rstrip() for line in lines(shown.grid)] == [
             "gpu1   up          B B!RzF  X                            1/5",
             "gpu2   up          F F                                   2/2",
-            "gpu3   up          M F                                   2/3",
+            "gpu3   up          M1F                                   2/3",
             "gpu4   stale 12s   ? ? ? ?  ? ? ? ?  ? ? ? ?  ? ? ? ?   ?/16",
             "gpu5   unreachable ssh: no route to host",
             "gpu10  up          F+                                    1/1",
@@ -115,13 +115,13 @@ async def test_the_table_shows_every_gpu_and_mig_device(tmp_path: Path) -> None:
         drawn = lines(shown.grid)
         assert len(drawn) == 5 + 2 + 4 + 16 + 1 + 1
         assert drawn[0].split() == [
-            "gpu1", "0", "H100", "80GB", "███", "60/80G", "90%", "540W", "64°C", "bob", "B", "busy",
+            "gpu1", "0", "H100", "80GB", "━━━─", "60/80G", "90%", "540W", "64°C", "bob", "B", "busy",
             "python", "(pid", "4000)",
         ]  # fmt: skip
         assert "B! busy" in drawn[1]
         assert "Rz reserved" in drawn[2]
         assert drawn[7].split()[-5:-3] == ["1/2", "free"]
-        assert " ".join(drawn[8].split()) == "MIG 3g.40gb 0/40G - - - - F free made free"
+        assert " ".join(drawn[8].split()) == "MIG 3g.40gb ──── 0/40G - - - - F free made free"
         assert drawn[-2].split() == ["gpu5", "?", "ssh:", "no", "route", "to", "host"]
 
 

@@ -94,12 +94,12 @@ async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:
             assert words in screen(app)
         grid = app.screen.query_one("#gpus", Grid)
         assert [" ".join(grid.render_line(y).text.split()) for y in range(6)] == [
-            "GPU State Who Memory GiB Util Temp Power Model Why",
-            "0 B busy bob ███████▌ 60.0/80 90% 64° 540 W H100 80GB [rogue] bob: python (pid 4000)",
-            "1 R reserved alice 0.0/80 0% 31° 70 W H100 80GB no process, no reservation",
-            "2 M mig - 0.0/80 ? 31° 70 W H100 80GB in MIG mode",
-            "MIG F free - 0.0/40 - - - 3g.40gb made free",
-            "MIG B busy - 0.0/40 - - - 3g.40gb made busy",
+            "GPU State User Memory GiB Util Temp Power Model Reason",
+            "0 B! busy bob ━━━━━━━╸── 60.0/80 90% 64°C 540W H100 80GB [rogue] python (pid 4000)",
+            "1 R reserved alice ────────── 0.0/80 0% 31°C 70W H100 80GB no process, no reservation",
+            "2 M 1/2 free - ────────── 0.0/80 ? 31°C 70W H100 80GB in MIG mode",
+            "MIG F free - ────────── 0.0/40 - - - 3g.40gb made free",
+            "MIG B busy - ────────── 0.0/40 - - - 3g.40gb made busy",
         ]
 
 
@@ -176,7 +176,7 @@ async def test_the_load_of_a_node_is_beside_its_gpus(tmp_path: Path, size: tuple
             app.core.history.add(scene(shown).snapshot, 1e9 + second)
         await next_scene(app, pilot, scene(shown))
         await settle(pilot, lambda: "in 120, out 4.2 MB/s" in screen(app))
-        assert "GPU State" in screen(app) and "7 B busy" in screen(app)
+        assert "GPU State" in screen(app) and "7 B  busy" in screen(app)
         graphs = all(words in screen(app) for words in ("mean 128 MB/s  peak 128 MB/s", "mean 3.6  peak 3.6"))
         assert graphs == (size == (160, 48))
         assert ("load 3.50" in screen(app)) == (size == (80, 24))
@@ -197,7 +197,7 @@ async def test_a_real_node_that_stops_answering_while_its_screen_is_open(tmp_pat
             await settle(pilot, lambda: "stale: connected, but no new reading" in screen(app))
             grid = app.screen.query_one("#gpus", Grid)
             await settle(pilot, lambda: {row.dim for row in grid._rows} == {True})
-            assert "? unknown" in screen(app) and "F free" not in screen(app)
+            assert "?  unknown" in screen(app) and "F  free" not in screen(app)
         finally:
             os.kill(pid, signal.SIGCONT)
         await settle(pilot, lambda: "Connection   up" in screen(app) and "F free" in screen(app))

@@ -283,8 +283,8 @@ def test_a_node_in_lines() -> None:
         "Connection   up",
         "Scheduler    idle",
         "Last reading 1s ago",
-        "CPU          ██▌                   12 %   load 3.50",
-        "Memory       ███▊                  97 GiB of 512 GiB",
+        "CPU          ━━╸─────────────────  12 %   load 3.50",
+        "Memory       ━━━━────────────────  97 GiB of 512 GiB",
         "Host name    n.lab",
         "Addresses    10.0.0.1, fd00::1",
     ]
@@ -298,8 +298,8 @@ def test_a_node_that_never_answered() -> None:
         "Error        ssh: host key unknown; run: ssh-keyscan gpu07",
         "             >> ~/.ssh/known_hosts",
         "Last reading never",
-        "CPU          ?                     ? %   load ?",
-        "Memory       ?                     ? of ?",
+        "CPU          ? %   load ?",
+        "Memory       ? of ?",
         "Host name    ?",
         "Addresses    ?",
     ]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.text.plots import bar, bins, curve, meter, per_cell, plot, spark, time_axis
+from gpuboard.board.text.plots import bins, curve, meter, per_cell, plot, spark, time_axis
 from gpuboard.board.theme.styles import ASCII, UNICODE, Glyphs
 
 GLYPHS = pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
@@ -18,13 +18,6 @@ def test_a_spark_line_ends_with_the_newest_and_gaps_are_blank() -> None:
     assert spark([100, None, 0, 50, 100], 3, UNICODE) == "▁▅█"
     assert spark([100, None, 0, 50, 100], 7, ASCII) == "  @ .+@"
     assert spark([], 3, UNICODE) == "   "
-
-
-def test_bars() -> None:
-    assert [bar(part, 4, UNICODE) for part in (None, 0.0, 0.001, 0.5, 0.97, 1.0, 7.0, -1.0)] == [
-        "?   ", "    ", "▏   ", "██  ", "███▉", "████", "████", "    ",
-    ]  # fmt: skip
-    assert [bar(part, 4, ASCII) for part in (0.001, 0.5, 1.0)] == ["-   ", "##  ", "####"]
 
 
 def test_a_meter_has_a_track_to_its_end() -> None:

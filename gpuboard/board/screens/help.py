@@ -27,7 +27,7 @@ STATE_WORDS = {
     "allocated": "held by a job of the scheduler",
     "busy": "in use without a reservation",
     "occupied": "memory in use, owner not visible",
-    "mig": "in MIG mode: see its devices",
+    "mig": "in MIG mode; M2: 2 of its devices are free",
     "unknown": "no current reading; never free",
     "broken": "lost, failed or needs recovery",
 }

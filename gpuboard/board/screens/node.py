@@ -16,12 +16,12 @@ from gpuboard.board.history import History, Span
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.detail.graphs import GraphFrame
 from gpuboard.board.text.detail.host import host_graphs, network_words
-from gpuboard.board.text.format import age, percent, short_model
-from gpuboard.board.text.gpu_row import known
+from gpuboard.board.text.format import UNKNOWN, age, percent, reason_beside, short_model
+from gpuboard.board.text.gpu_row import degrees, device_owner, device_state, known, owner, state_runs
 from gpuboard.board.text.lines import NAME, Runs, above, named
-from gpuboard.board.text.plots import bar
 from gpuboard.board.text.plots import history as curve_of
-from gpuboard.board.theme.styles import LETTERS, Glyphs
+from gpuboard.board.text.plots import meter
+from gpuboard.board.theme.styles import Glyphs
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
 from gpuboard.board.widgets.pane import Pane
@@ -41,17 +41,17 @@ def gpu_columns(span: Span | None, *, active: bool = False) -> tuple[Column, ...
     """Return the columns of the GPUs, with utilization over ``span`` if given, and ``active``: activity beside it."""
     return (
         Column("index", "GPU", 3, right=True),
-        Column("state", "State", 11),
-        Column("user", "Who", 10),
-        Column("memory", "Memory", _BAR, drop=2),
+        Column("state", "State", 12),
+        Column("user", "User", 10),
+        Column("memory", "Memory", _BAR, drop=3),
         Column("gib", "GiB", 9, right=True),
         Column("utilization", "Util", 5, right=True),
         *([Column("sm", "SM", 5, right=True), Column("tensor", "Tensor", 6, right=True)] if active else []),
         *([Column("trace", span.name, _TRACE)] if span else []),
-        Column("temperature", "Temp", 5, right=True, drop=3),
+        Column("temperature", "Temp", 5, right=True, drop=2),
         Column("power", "Power", 6, right=True, drop=4),
         Column("model", "Model", 14, drop=5),
-        Column("reason", "Why", 14, weight=1, least=14, drop=1),
+        Column("reason", "Reason", 24, weight=1, least=24, drop=1),
     )
 
 
@@ -111,7 +111,10 @@ def _cpu_words(node: NodeView) -> str:
 
 def _host(name: str, part: float | None, words: str, glyphs: Glyphs, old: bool) -> Runs:
     role = "dim" if old else "unknown" if part is None else ""
-    return [(name.ljust(NAME), "dim"), (bar(part, 20, glyphs), role), (f"  {words}", role)]
+    if part is None:
+        return [(name.ljust(NAME), "dim"), (words, role)]
+    full, track = meter(part, 20, glyphs)
+    return [(name.ljust(NAME), "dim"), (full, role), (track, "dim"), (f"  {words}", role)]
 
 
 def gpu_rows(
@@ -134,11 +137,10 @@ def gpu_rows(
 
 
 def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs, unmeasured: int) -> Sequence[Cell]:
-    owners = [lease.owner for lease in scene.leases_on(device.uuid)]
     return (
         Cell("MIG", "dim"),
-        Cell(f"{LETTERS.get(device.state, '?')} {device.state}", device.state),
-        Cell(", ".join(owners) or "-", "" if owners else "dim"),
+        device_state(device),
+        device_owner(device, scene),
         *_memory_cells(device, device.state, glyphs),
         *[Cell("-", "dim")] * unmeasured,
         Cell(device.profile),
@@ -153,16 +155,16 @@ def _gpu_cells(
     flags = "".join(f"[{flag}] " for flag in shown_flags(gpu))
     return (
         Cell(str(gpu.index)),
-        Cell(f"{LETTERS.get(gpu.state, '?')} {gpu.state}", gpu.state),
-        Cell(", ".join(users) or "-", "" if users else "dim"),
+        Cell(state_runs(gpu)),
+        Cell(*owner(gpu, scene)),
         *_memory_cells(gpu, gpu.state, glyphs),
         known(percent(gpu.utilization)),
         *([known(percent(activity(gpu, of))) for of in ("sm", "tensor")] if active else []),
         *([Cell(trace(gpu.uuid), gpu.state)] if trace else []),
-        _number(gpu.temperature, "°"),
-        _number(gpu.power, " W"),
+        degrees(gpu),
+        known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W"),
         Cell(short_model(gpu.name)),
-        Cell(f"{flags}{gpu.reason}"),
+        Cell(f"{flags}{reason_beside(gpu.reason, users)}"),
     )
 
 
@@ -175,14 +177,11 @@ def _memory_cells(of: GpuView | MigView, state: str, glyphs: Glyphs) -> tuple[Ce
     part = of.memory_used / of.memory_total if of.memory_used is not None and of.memory_total else None
     used = "?" if of.memory_used is None else f"{of.memory_used / 2**30:.1f}"
     total = "?" if of.memory_total is None else f"{of.memory_total / 2**30:.0f}"
+    full, track = meter(part, _BAR, glyphs)
     return (
-        Cell(bar(part, _BAR, glyphs), state if part is not None else "unknown"),
+        Cell(((full, state), (track, "dim"))),
         Cell(f"{used}/{total}", "" if part is not None else "unknown"),
     )
-
-
-def _number(value: float | None, unit: str) -> Cell:
-    return Cell("?", "unknown") if value is None else Cell(f"{value:.0f}{unit}")
 
 
 class NodeScreen(GraphScreen, ActingScreen):

@@ -51,16 +51,20 @@ def has_readings(gpu: GpuView) -> bool:
 
 
 def first_line(gpu: GpuView, ink: Ink, *, marked: bool) -> Parts:
-    """Return the letter with the mark, and the utilization; the last part of a wide cell is the gap after it."""
+    """Return the letter with the mark, and the utilization; the last part of a wide cell is the gap after it.
+
+    In MIG mode a single letter has the number of its free devices in place of the mark, unless that is needed.
+    """
     letter, state = letter_of(gpu)
     mark, role = flag_mark(gpu.flags)
     sign = [(letter, state), (ink.look.glyphs.marked if marked and mark == " " else mark, role)]
+    free, total = units(gpu)
     if not ink.size.wide:
-        return sign
+        return [sign[0], (str(min(free, 9)), state)] if gpu.mig and sign[1][0] == " " else sign
     room = ink.size.width - 3
     if gpu.mig:
-        free, total = units(gpu)
-        return [*sign, (fit(f"{free}/{total} free", room), state), (" ", "")]
+        words = f"{free}/{total} free"
+        return [*sign, (fit(words if len(words) <= room else f"{free}/{total}", room), state), (" ", "")]
     if not has_readings(gpu):
         return [*sign, (" " * room, ""), (" ", "")]
     part = None if gpu.utilization is None else gpu.utilization / 100
@@ -101,7 +105,7 @@ def _power(gpu: GpuView, room: int, look: Look) -> Parts:
     warm = degrees(gpu)
     part = None if gpu.power is None or not gpu.power_limit else gpu.power / gpu.power_limit
     left = room - _DEGREES
-    drawn: Parts = [(fit(watts, left), "dim")]
+    drawn: Parts = [(fit(watts if len(watts) <= left else "", left), "dim")]
     if part is not None and left - len(watts) > _METER_LEAST:
         drawn = list(metered(part, f"{watts:>{_VALUE}}", left, "dim", look.glyphs))
     return [*drawn, (f"{warm.text:>{_DEGREES}}", str(warm.style) or "dim")]

@@ -1,4 +1,4 @@
-"""Spark lines, bars and small plots as text (pure). Unknown is a gap in a line, and ``?`` in a bar."""
+"""Spark lines, meters and small plots as text (pure). Unknown is a gap in a line, and blank in a meter."""
 
 from __future__ import annotations
 
@@ -59,18 +59,6 @@ def spark(values: Values, cells: int, glyphs: Glyphs) -> str:
     top = len(glyphs.spark) - 1
     marks = [" " if value is None else glyphs.spark[1 + _level(value, 0.0, 100.0, top - 1)] for value in newest]
     return "".join(marks).rjust(cells)
-
-
-def bar(part: float | None, cells: int, glyphs: Glyphs) -> str:
-    """Return a bar that is full to ``part`` (0 to 1) of ``cells``; values above 0 show at least the smallest part."""
-    if part is None:
-        return "?".ljust(cells)[:cells]
-    steps = len(glyphs.bar) - 1
-    level = _level(part, 0.0, 1.0, cells * steps)
-    if part > 0:
-        level = max(1, level)
-    full, rest = divmod(level, steps)
-    return (glyphs.bar[-1] * full + (glyphs.bar[rest] if rest else "")).ljust(cells)
 
 
 def meter(part: float | None, cells: int, glyphs: Glyphs) -> tuple[str, str]:

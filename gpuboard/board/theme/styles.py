@@ -19,7 +19,7 @@ class Glyphs(msgspec.Struct, frozen=True):
     """Characters for bars, spark lines and trees."""
 
     spark: str  # from empty to full
-    bar: str  # from empty to full: parts of one cell
+    block: str  # a full cell
     meter: str  # a full cell, a half one, and the track of an empty one
     line: str  # horizontal, of rulers and time lines
     ellipsis: str
@@ -33,8 +33,8 @@ class Glyphs(msgspec.Struct, frozen=True):
         return self.line.isascii()
 
 
-UNICODE = Glyphs(spark=" ▁▂▃▄▅▆▇█", bar=" ▏▎▍▌▋▊▉█", meter="━╸─", line="─", ellipsis="…", marked="●", up="▲", down="▼")
-ASCII = Glyphs(spark=" .:-=+*#@", bar=" -=#", meter="=-.", line="-", ellipsis="~", marked="*", up="^", down="v")
+UNICODE = Glyphs(spark=" ▁▂▃▄▅▆▇█", block="█", meter="━╸─", line="─", ellipsis="…", marked="●", up="▲", down="▼")
+ASCII = Glyphs(spark=" .:-=+*#@", block="#", meter="=-.", line="-", ellipsis="~", marked="*", up="^", down="v")
 
 
 class Look(msgspec.Struct, frozen=True):

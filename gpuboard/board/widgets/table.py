@@ -23,7 +23,7 @@ from gpuboard.board.text.gpu_row import (
     with_devices,
 )
 from gpuboard.board.text.picture import group_words, trouble_role
-from gpuboard.board.text.plots import bar, spark
+from gpuboard.board.text.plots import meter, spark
 from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.model.snapshot import NodeView
 
@@ -178,7 +178,8 @@ class GpuTable(Grid):
         part = None if used is None or not total else used / total
         if part is None:
             return Cell(((" " * BAR + " ", ""), (pair(used, total, 3), "unknown")))
-        return Cell(((bar(part, BAR, self._look.glyphs) + " ", state), (pair(used, total, 3), "")))
+        full, track = meter(part, BAR, self._look.glyphs)
+        return Cell(((full, state), (f"{track} ", "dim"), (pair(used, total, 3), "")))
 
 
 def _age(seconds: float | None) -> Cell:
