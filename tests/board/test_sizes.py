@@ -3,71 +3,228 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
 from rich.cells import cell_len
-from textual.events import Key
+from textual.containers import VerticalScroll
+from textual.events import Key, Resize
+from textual.geometry import Size
 from textual.keys import _character_to_key
+from textual.pilot import Pilot
+from textual.screen import Screen
+from textual.widget import Widget
 
 from gpuboard.board.app import BoardApp
+from gpuboard.board.dialogs.base import Box, Confirm, Dialog, Field
+from gpuboard.board.preferences import SavedFilter
 from gpuboard.board.scene import Scene
+from gpuboard.board.screens.welcome import NameNodes, WhyNone
+from gpuboard.board.theme.styles import ASCII
 from gpuboard.config import Settings
-from gpuboard.model.snapshot import Snapshot
-from tests.board.lab import board, make_core, screen, settle
+from gpuboard.launch.runs.folder import RankView
+from gpuboard.model.snapshot import ProcessView, Snapshot
+from gpuboard.model.units import seconds_of
+from tests.board import made
+from tests.board.lab import board, environment, make_core, screen, settle
+from tests.board.test_runs import keep, view
 
-# what is opened from the cluster view, by the keys that open it
-PLACES = {
-    "picture": (), "table": ("t",), "GPU": ("enter",), "node": ("n",), "leases": ("l",), "runs": ("u",),
-    "watches": ("w",), "reserve": ("r",), "launch": ("x",), "copy": ("y",), "filter": ("slash", "a"),
-    "overview": ("v",), "help": ("question_mark",), "palette": ("ctrl+p",), "themes": ("ctrl+t",),
-}  # fmt: skip
-VIEWS = {"picture", "table", "filter"}  # of the cluster view itself
-# One place goes through them forwards and the next one backwards: each opens at the size of the place before it.
-SIZES = [(200, 60), (80, 24)]
-ODD_SIZES = [(300, 90), (200, 2), (1, 1), (20, 5)]
 HOSTILE = "[/x]\u202e\u0301äß漢字💥é" * 3
+ME = 1001  # the viewer's uid on every node
 
 
-async def test_no_screen_at_no_size_draws_beyond_ascii_where_characters_are_ascii(tmp_path: Path) -> None:
-    async with board(make_core(tmp_path, settings=Settings(glyphs="ascii"))) as (app, pilot):
-        _make_hostile(app)
-        for number, (place, keys) in enumerate(PLACES.items()):
-            await pilot.press(*keys)
-            await settle(pilot, lambda: "?????" in screen(app) or len(app.screen_stack) > 2)
-            opened = app.screen
-            for size in SIZES[:: -1 if number % 2 else 1]:
-                await pilot.resize_terminal(*size)
-                await settle(pilot, lambda size=size: app.screen.size == size)  # type: ignore[misc]
-                assert app.screen is opened, place
-                drawn = screen(app)
-                assert [character for character in drawn if not character.isascii()] == [], place
-                assert max(len(line) for line in drawn.splitlines() or [""]) <= size[0], place
-            while len(app.screen_stack) > 2:
-                app.pop_screen()
-            await pilot.press(*{"table": "t", "filter": ("escape", "escape")}.get(place, ()))
+FIELDS = [Field(f"f{number}", f"Field {number}") for number in range(11)]  # as many as there are in any dialog
 
 
-async def test_every_screen_at_every_size_with_all_characters(tmp_path: Path) -> None:
-    async with board(make_core(tmp_path)) as (app, pilot):
-        for place, keys in PLACES.items():
-            await pilot.press(*keys)
-            await settle(pilot, lambda place=place: len(app.screen_stack) > 2 or place in VIEWS)  # type: ignore[misc]
-            opened = app.screen
-            for size in ODD_SIZES:
-                await pilot.resize_terminal(*size)
-                await settle(pilot, lambda size=size: app.screen.size == size)  # type: ignore[misc]
-                assert app.screen is opened, place
-                assert max(cell_len(line) for line in screen(app).splitlines() or [""]) <= size[0], place
-            while len(app.screen_stack) > 2:
-                app.pop_screen()
-            await pilot.press(*{"table": "t", "filter": ("escape", "escape")}.get(place, ()))
+class Long(Dialog[None]):
+    """A dialog that needs more lines than a terminal has."""
+
+    def changed(self) -> None:
+        """Show a long message."""
+        self.show_message("one line\n" * 40)
+
+    def commit(self, values: dict[str, str]) -> None:
+        """Do nothing."""
+
+
+class Place(NamedTuple):
+    """A screen or dialog: what opens it from the cluster view, what closes it again, a word on it that comes last."""
+
+    opened: tuple[str, ...] | Callable[[BoardApp], object]
+    word: str
+    closed: tuple[str, ...] = ("escape",)
+
+
+PLACES = {
+    "picture": Place((), "gpu1", ()),
+    "filter": Place(("slash", "a"), "match", ("escape",)),
+    "table": Place(("t",), "Reason", ("t",)),
+    "GPU": Place(("enter",), "Utilization"),
+    "node": Place(("n",), "Connection"),
+    "overview": Place(("v",), "People"),
+    "leases": Place(("l",), "k3f9"),
+    "time line": Place(("l", "t"), "k3f9"),
+    "renew": Place(("l", "n"), "Will end", ("escape", "escape")),
+    "release": Place(("l", "d"), "Release k3f9?", ("escape", "escape")),
+    "runs": Place(("u",), "step 1"),
+    "stop": Place(("u", "s"), "Stop run", ("escape", "escape")),
+    "log": Place(("u", "o"), "epoch 39", ("escape", "escape")),
+    "watches": Place(("w", "escape"), "No watches."),
+    "watch": Place(("w",), "Available now", ("escape", "escape")),
+    "processes": Place(("P",), "train.py"),
+    "order": Place(("P", "s"), "command", ("escape", "escape")),
+    "signals": Place(("P", "K"), "CONT", ("escape", "escape")),
+    "reserve": Place(("r",), "Try:"),
+    "launch": Place(("x",), "Will use"),
+    "copy": Place(("y",), "UUIDs"),
+    "signal": Place(("K",), "Send a signal"),
+    "columns": Place(("C",), "Columns of the table", ("escape", "t")),
+    "saved filters": Place(("F",), "free H100"),
+    "save filter": Place(("slash", "a", "enter", "alt+f"), "Will save", ("escape", "escape")),
+    "help": Place(("question_mark",), "cluster.view"),
+    "palette": Place(("ctrl+p",), "Reserve"),
+    "themes": Place(("ctrl+t",), "Theme: Plain"),
+    "name nodes": Place(lambda app: app.push_screen(NameNodes()), "saved in"),
+    "long question": Place(lambda app: app.push_screen(Confirm("Sure?", "one line\n" * 40, verb="Do it")), "one line"),
+    "long message": Place(lambda app: app.push_screen(Long("Long", FIELDS, verb="Do it")), "one line"),
+    "no GPU": Place(lambda app: app.push_screen(WhyNone(made.node("lap", error="NVML: no driver"))), "lspci"),
+}  # fmt: skip
+AFTER = {"u": "step 1", "F": "free H100"}  # what is on the screen before the next key is pressed
+SIZES = [(80, 24), (160, 48)]
+STORM = [(20, 5), (300, 90), (80, 24), (1, 1), (200, 2), (120, 34), (40, 12), (300, 90), (20, 5)]
+
+
+def everything(extra: str = "") -> Scene:
+    """Return a scene with something for every screen; ``extra`` is added to all that comes from nodes."""
+    values = {"type": "compute", "started": 1.0, "memory": 30 * made.GIB}
+    train = ProcessView(pid=41, user="alice", command=f"python train.py {extra}", uid=ME, lease="k3f9", **values)  # type: ignore[arg-type]
+    miner = ProcessView(pid=42, user=f"mallory{extra}", command=f"./miner {extra}", uid=7, rogue=True, **values)  # type: ignore[arg-type]
+    reason = f"alice: python (pid 41) {extra}"
+    gpus = [
+        made.busy("gpu1", 0, "alice", reason=reason, name=f"H100 {extra}", processes=[train, miner], flags=["rogue"]),
+        made.gpu("gpu1", 1, "reserved", reason=f"reserved by alice {extra}", flags=["idle"]),
+        made.mig("gpu1", 2, "free", "busy"),
+        made.gpu("gpu1", 3, "broken", reason=f"GPU lost {extra}", memory_used=None, utilization=None, processes=None),
+        made.gpu("gpu1", 4),
+    ]
+    old = made.node("gpu3", [made.busy("gpu3", 0, None)], state="stale", age_s=42.0, error=f"no new reading {extra}")
+    nodes = [made.node("gpu1", gpus, hostname=f"gpu1{extra}"), made.unread("gpu2", f"ssh: refused {extra}"), old]
+    leases = [
+        made.lease("k3f9", "alice", [("gpu1", 0), ("gpu1", 1)], ME),
+        made.lease("m2c7", f"carol{extra}", [("gpu3", 0)], 8),
+    ]
+    plain = made.scene(*nodes, leases=leases, uids={"gpu1": ME}, banners=(extra,) if extra else ())
+    named: Snapshot = msgspec.structs.replace(plain.snapshot, cluster=f"lab{extra}")
+    return Scene(named, plain.leases, uids=plain.uids, banners=plain.banners)
+
+
+@pytest.fixture(autouse=True)
+def standing_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the leases alive, and what is drawn from the clock the same."""
+    monkeypatch.setattr(time, "time", lambda: seconds_of(made.AT) + 60.0)
+
+
+@asynccontextmanager
+async def everywhere(
+    folder: Path, glyphs: str, size: tuple[int, int], extra: str = ""
+) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+    """Run the app with a scene, a run and a saved filter."""
+    env = environment(folder)
+    ranks = [RankView(rank, "gpu1", rank, rank, 100 + rank, "running", f"step {rank} {extra}") for rank in range(2)]
+    run = keep(env, view(target=f"train.py {extra}", ranks=ranks, lease="k3f9"))
+    (run / "rank-0.out").write_text("".join(f"epoch {number} {extra}\n" for number in range(40)))
+    first = everything(extra)
+    async with made.still(folder, first, size, settings=Settings(glyphs=glyphs)) as (app, pilot):
+        app.remember(filters=[SavedFilter("free H100", "state:free model:H100")])
+        yield app, pilot
+
+
+@asynccontextmanager
+async def shown(app: BoardApp, pilot: Pilot[int], place: Place) -> AsyncIterator[None]:
+    """Open a place from the cluster view, and close it again with its keys."""
+    below = app.screen
+    if callable(place.opened):
+        place.opened(app)
+    else:
+        for key in place.opened:
+            await pilot.press(key)
+            await settle(pilot, lambda key=key: AFTER.get(key, "") in screen(app))  # type: ignore[misc]
+    await settle(pilot, lambda: place.word in screen(app))
+    yield
+    await pilot.press(*place.closed)
+    await settle(pilot, lambda: app.screen is below)
+
+
+def is_visible(widget: Widget) -> bool:
+    """Return whether all of a widget is on the screen, inside the dialog and the part that it scrolls with."""
+    around = [
+        parent for parent in widget.ancestors if isinstance(parent, (Screen, VerticalScroll)) or parent.id == "box"
+    ]
+    inside = (parent.region.contains_region(widget.region) for parent in around if isinstance(parent, Widget))
+    return bool(widget.region) and all(inside)
+
+
+def fits(app: BoardApp, size: tuple[int, int]) -> bool:
+    """Return whether the screen is drawn within a terminal of this size, and in ASCII where characters are."""
+    text = screen(app)
+    lines = text.splitlines()
+    right = text.isascii() or app.look.glyphs is not ASCII
+    return (app.screen.size, len(lines)) == (size, size[1]) and max(map(cell_len, lines)) <= size[0] and right
+
+
+async def check(app: BoardApp, pilot: Pilot[int], name: str, size: tuple[int, int]) -> None:
+    """Check that nothing is outside, and in a dialog that title and buttons are visible and keys lead to every line."""
+    await settle(pilot, lambda: fits(app, size))
+    assert app.focused is None or app.focused.region.overlaps(app.screen.region), (name, app.focused)
+    if not isinstance(app.screen, Box):
+        return
+    for part in app.screen.query("#title, Button"):
+        assert is_visible(part), (name, part, screen(app))
+    for area in app.screen.query(VerticalScroll):
+        assert is_visible(area) or not area.display, (name, area, screen(app))
+        while area.display and area.scroll_y < area.max_scroll_y:
+            before = area.scroll_y
+            await pilot.press("pagedown")
+            assert area.scroll_y > before, (name, area, screen(app))
+        while area.scroll_y:
+            await pilot.press("pageup")
+    first = app.focused
+    for widget in (app.screen.focus_chain[-1], first):
+        app.screen.set_focus(widget)
+        await pilot.pause()
+        assert widget is None or is_visible(widget), (name, widget, screen(app))
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize(("glyphs", "opened", "other"), [("ascii", *SIZES), ("unicode", *SIZES[::-1])])
+async def test_every_screen_and_dialog_is_whole_at_every_size_and_closed_by_escape(
+    tmp_path: Path, glyphs: str, opened: tuple[int, int], other: tuple[int, int], part: int
+) -> None:
+    """Each is opened at one size and resized to the other; after a storm of sizes it is as when it was opened."""
+    async with everywhere(tmp_path, glyphs, opened, HOSTILE if glyphs == "ascii" else "") as (app, pilot):
+        cluster = screen(app)
+        for name, place in [*PLACES.items()][part::2]:
+            async with shown(app, pilot, place):
+                fresh = screen(app)
+                await check(app, pilot, name, opened)
+                for columns, rows in STORM:
+                    app.post_message(Resize(Size(columns, rows), Size(columns, rows)))
+                await pilot.resize_terminal(*STORM[-1])
+                await settle(pilot, lambda: app.screen.size == STORM[-1])
+                await pilot.resize_terminal(*other)
+                await check(app, pilot, name, other)
+                await pilot.resize_terminal(*opened)
+                await settle(pilot, lambda fresh=fresh: screen(app) == fresh)  # type: ignore[misc]
+            await settle(pilot, lambda: screen(app) == cluster)
 
 
 async def test_node_data_that_is_not_ascii_is_shown_as_question_marks(tmp_path: Path) -> None:
-    async with board(make_core(tmp_path, settings=Settings(glyphs="ascii")), size=(200, 60)) as (app, pilot):
-        _make_hostile(app)
+    async with everywhere(tmp_path, "ascii", (200, 60), HOSTILE) as (app, pilot):
         await pilot.press("t")
         await settle(pilot, lambda: "[/x]????" in screen(app))
 
@@ -87,31 +244,3 @@ async def test_keys_faster_than_screens_are_drawn_end_nothing(tmp_path: Path, se
                 app.post_message(Key(named, key if len(key) == 1 else None))
             await pilot.pause()
             assert app.is_running, pressed[: start + 10]
-
-
-def _make_hostile(app: BoardApp) -> None:
-    """Show hostile texts from now on."""
-    made = app.core.scene
-    app.core.scene = lambda: _hostile(made())  # type: ignore[method-assign]
-
-
-def _hostile(scene: Scene) -> Scene:
-    """Return a scene whose texts are of every kind."""
-    nodes = [
-        msgspec.structs.replace(
-            node,
-            hostname=HOSTILE,
-            gpus=[
-                msgspec.structs.replace(
-                    gpu,
-                    name=HOSTILE,
-                    reason=HOSTILE,
-                    processes=[msgspec.structs.replace(p, user=HOSTILE, command=HOSTILE) for p in gpu.processes or []],
-                )
-                for gpu in node.gpus
-            ],
-        )
-        for node in scene.snapshot.nodes
-    ]
-    snapshot: Snapshot = msgspec.structs.replace(scene.snapshot, nodes=nodes, cluster=HOSTILE)
-    return Scene(snapshot, scene.leases, uids=scene.uids, banners=(HOSTILE,))

@@ -306,6 +306,16 @@ def test_a_node_that_dies_keeps_the_selection_and_is_never_free(screen: Pane, st
     screen.wait(lambda text: "selected" not in text, "the selection is taken away")
 
 
+def test_the_screen_is_saved_as_text_by_the_key_that_a_terminal_sends(screen: Pane, started_nodes: Cluster) -> None:
+    shown = screen.states(USUAL)
+    screen.keys("M-s")
+    screen.shows("Saved", "gpuboard-cluster-")
+    [file] = started_nodes.home("alice").rglob("gpuboard-cluster-*.txt")
+    saved = file.read_text()
+    assert (saved.count("\n"), letters(saved)) == (shown.count("\n"), USUAL)
+    assert file.stat().st_uid == USERS["alice"]
+
+
 def test_another_size_and_back(screen: Pane) -> None:
     screen.size(80, 24)
     text = screen.wait(lambda text: len(text.splitlines()) <= 24 and letters(text) == USUAL, "it fits 80x24")
