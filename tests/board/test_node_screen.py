@@ -200,7 +200,7 @@ async def test_a_real_node_that_stops_answering_while_its_screen_is_open(tmp_pat
             assert "?  unknown" in screen(app) and "F  free" not in screen(app)
         finally:
             os.kill(pid, signal.SIGCONT)
-        await settle(pilot, lambda: "Connection   up" in screen(app) and "F free" in screen(app))
+        await settle(pilot, lambda: "Connection   up" in screen(app) and "F  free" in screen(app))
         feed = core.fleet._feeds["sim01"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(feed, "check", lambda now: None)  # it connects again once the error was seen
