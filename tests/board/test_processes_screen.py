@@ -13,6 +13,7 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.command_palette import Palette
 from gpuboard.board.dialogs.base import Choose, Confirm
 from gpuboard.board.scene import Scene
+from gpuboard.board.screens.base import BoardScreen
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.gpu import GpuScreen
 from gpuboard.board.screens.leases import LeasesScreen
@@ -73,6 +74,7 @@ async def test_the_palette_offers_every_order_and_the_last_one_is_kept_with_the_
     async with made.still(tmp_path, some()) as (app, pilot):
         await pilot.press("P")
         await lab.settle(pilot, lambda: isinstance(app.screen, ProcessesScreen) and users(app))
+        assert isinstance(app.screen, ProcessesScreen)
         offered = {command.title for command in Palette(app.screen).commands()}
         assert {f"Sort by {words}" for words in app.screen.orders().values()} <= offered
         await choose_in_palette(app, pilot, "Sort by GPU memory", "Sort by GPU memory")
@@ -88,6 +90,7 @@ async def test_the_palette_offers_every_order_and_the_last_one_is_kept_with_the_
         for key, screen in (("l", LeasesScreen), ("v", OverviewScreen)):
             await pilot.press("escape", key)
             await lab.settle(pilot, lambda screen=screen: isinstance(app.screen, screen))  # type: ignore[misc]
+            assert isinstance(app.screen, BoardScreen)
             last, words = list(app.screen.orders().items())[-1]
             await choose_in_palette(app, pilot, f"Sort by {words}", f"Sort by {words}")
             await lab.settle(pilot, lambda last=last: last == sorted_by(app))  # type: ignore[misc]
