@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -231,6 +231,10 @@ class Host:
     def resume_sshd(self) -> None:
         """Undo ``pause_sshd``."""
         self._signal_sshd(signal.SIGCONT)
+        self.resume_listener()
+
+    def resume_listener(self) -> None:
+        """Resume sshd, but not its sessions."""
         if self._sshd is not None:
             self._sshd.send_signal(signal.SIGCONT)
 
@@ -340,17 +344,10 @@ class Host:
         self, keep: Callable[[NodeProcess], bool] = lambda _: True, *, user: str | None = None
     ) -> list[NodeProcess]:
         """Return the processes of this host, without its first one; ``user``: only that user's."""
-        if not self.pid:
-            return []
-        ours = os.readlink(f"/proc/{self.pid}/ns/pid")
-        found = [p for p in _processes(ours) if p.inner != 1 and (user is None or p.uid == USERS[user])]
-        return [p for p in found if keep(p)]
+        return [p for p in processes_of([self])[self.name] if (user is None or p.uid == USERS[user]) and keep(p)]
 
     def reset(self) -> None:
-        """Restore the state after the start; kill processes that tests left running."""
-        self.resume_sshd()
-        listener = self._sshd.inner if self._sshd is not None and self._sshd.poll() is None else None
-        _until(lambda: self._killed_all_but(listener), f"only sshd and spared processes run on {self.name}")
+        """Restore the state after the start, once ``end_processes`` has ended what tests left running."""
         if self._filtered:
             self.firewall()
         if self._unplugged:
@@ -359,7 +356,7 @@ class Host:
         # and continues.
         if used := [folder for folder in ("/var/tmp", "/tmp", "/dev/shm") if os.listdir(self.path(folder))]:
             self.run(["find", *used, "-xdev", "-mindepth", "1", "-delete"], user="root")
-        if self.changed or listener is None:
+        if self.changed or self.listener is None:
             self.run(["umount", "-q", "/usr/local/bin"], user="root")
             for folder in ("/var/tmp", "/tmp", "/dev/shm"):
                 self.remount(folder, "rw,size=50%,nr_inodes=0,mode=1777")
@@ -369,11 +366,10 @@ class Host:
             self.script(eight())
             self.show_library()
 
-    def _killed_all_but(self, listener: int | None) -> bool:
-        left = self.processes(lambda p: p.pid != listener and not (self.spare and self.spare(p)))
-        for process in left:
-            _signal(process.pid, signal.SIGKILL)
-        return not left
+    @property
+    def listener(self) -> int | None:
+        """The pid of sshd outside the host, if it runs."""
+        return self._sshd.inner if self._sshd is not None and self._sshd.poll() is None else None
 
     def stop(self) -> None:
         """Stop the host and everything in it."""
@@ -419,15 +415,40 @@ def eight() -> list[Gpu]:
     ]
 
 
-def _processes(namespace: str) -> Iterator[NodeProcess]:
-    for entry in os.listdir("/proc"):
+def processes_of(hosts: Iterable[Host]) -> dict[str, list[NodeProcess]]:
+    """Return the processes of each host, by its name, without its first one; one pass over /proc for all hosts."""
+    found: dict[str, list[NodeProcess]] = {host.name: [] for host in hosts}
+    names = {os.readlink(f"/proc/{host.pid}/ns/pid"): host.name for host in hosts if host.pid}
+    for entry in os.listdir("/proc") if names else ():
         try:
-            ours = entry.isdigit() and os.readlink(f"/proc/{entry}/ns/pid") == namespace
+            name = names.get(os.readlink(f"/proc/{entry}/ns/pid")) if entry.isdigit() else None
         except OSError:
             continue  # it has ended
-        found = _process(entry) if ours else None
-        if found is not None:
-            yield found
+        process = _process(entry) if name else None
+        if name and process and process.inner != 1:
+            found[name].append(process)
+    return found
+
+
+def end_processes(hosts: Collection[Host]) -> None:
+    """Kill the processes that tests left running on these hosts: all but sshd and those that a host spares."""
+    for host in hosts:
+        host.resume_listener()
+    listeners = {host.listener for host in hosts}
+
+    def ended() -> bool:
+        running = processes_of(hosts)
+        left = [
+            process.pid
+            for host in hosts
+            for process in running[host.name]
+            if process.pid not in listeners and not (host.spare and host.spare(process))
+        ]
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
+        return not left
+
+    _until(ended, "only sshd and spared processes run on the hosts")
 
 
 def _process(pid: str) -> NodeProcess | None:

@@ -36,7 +36,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.hosts import ADDRESSES, HIDDEN, SSHD, USERS, Host, eight, inside
+from tests.hosts import ADDRESSES, HIDDEN, SSHD, USERS, Host, eight, end_processes, inside
 from tests.waiting import read_line
 
 __all__ = ["ADDRESSES", "USERS", "Cluster", "Host", "eight", "missing", "old_python"]
@@ -97,10 +97,11 @@ class Cluster:
     def reset(self) -> None:
         """Reset every host and home.
 
-        Login hosts go first: processes left there by a test, such as a keeper, could otherwise connect to hosts that
-        are reset already.
+        Processes are ended on all hosts first: one left by a test, such as a keeper, could otherwise connect to hosts
+        that are reset already.
         """
-        for host in sorted(self, key=lambda host: host.has_gpus):
+        end_processes(self.hosts.values())
+        for host in self:
             host.reset()
         for user in USERS:
             self._fill_home(user)

@@ -35,7 +35,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import PATH, Host, NodeProcess
+from tests.hosts import PATH, Host, NodeProcess, processes_of
 from tests.nodes import Cluster
 from tests.waiting import until
 
@@ -285,13 +285,21 @@ class SlurmCluster:
         until(lambda: _listens(host, 6817), "slurmctld listens", _START_S)
 
     def _end(self, daemons: set[str]) -> None:
-        for host in self.nodes:
-            until(functools.partial(_killed, host, daemons), f"no Slurm process runs on {host.name}", _START_S)
+        until(lambda: self._killed(daemons), "no Slurm process runs on the hosts", _START_S)
         self._wake_nsenter()
         self._children = [child for child in self._children if child.poll() is None]
         for folder in self._cgroups:  # rules of an earlier job would apply to a later one with the same number
             for inner in [entry for entry in folder.iterdir() if entry.is_dir()]:
                 _remove_cgroup(inner)
+
+    def _killed(self, daemons: set[str]) -> bool:
+        """Kill these daemons and all processes of jobs; return True if there were none."""
+        running = [process for processes in processes_of(self.nodes.hosts.values()).values() for process in processes]
+        found = [p for p in running if p.name in daemons or p.name == "slurmstepd" or _in_job(p)]
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        return not found
 
     def _signalled(self, name: str, daemons: set[str], what: str) -> bool:
         """Send a signal to daemons of a host; return whether they must be started again."""
@@ -333,15 +341,6 @@ class SlurmCluster:
 
 def _is_daemon(process: NodeProcess) -> bool:
     return process.name in _DAEMONS
-
-
-def _killed(host: Host, daemons: set[str]) -> bool:
-    """Kill these daemons of a host and all processes of jobs there; return True if there were none."""
-    found = host.processes(lambda p: p.name in daemons or p.name == "slurmstepd" or _in_job(p))
-    for process in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-    return not found
 
 
 def _in_job(process: NodeProcess) -> bool:
