@@ -19,9 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' sshd, liar and NVML library, not in the package
 
-from tests.security.liar import KINDS
 from tests.security.lying_client import INTERVAL_S
-from tests.security.test_lying_nodes import Servers
+from tests.security.test_lying_nodes import MARKS, Servers
 
 MEMORY_MIB = 100.0
 INTERVALS = 2
@@ -40,14 +39,14 @@ def main() -> None:
         servers = Servers(Path(folder))
         try:
             for _ in range(args.rounds):
-                for name, kinds in (("without", ()), ("beside", KINDS)):
-                    seen = servers.watch(kinds, args.seconds)
+                for name, marks in (("without", {}), ("beside", MARKS)):
+                    seen = servers.watch(marks, args.seconds)
                     mib[name].append(seen["mib"])
                     ages[name] += seen["ages"]
                     cpu_s[name].append(seen["cpu_s"])
         finally:
             servers.stop()
-    print(f"two honest nodes, {len(KINDS)} lying ones; {args.rounds} rounds of {args.seconds:.0f} s, alternating")
+    print(f"two honest nodes, {len(MARKS)} lying ones; {args.rounds} rounds of {args.seconds:.0f} s, alternating")
     for name in ("without", "beside"):
         found = sorted(ages[name])
         print(

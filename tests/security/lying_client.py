@@ -1,6 +1,8 @@
 """A client that keeps a fleet open and reports, as JSON, what lying nodes cost it.
 
-python -m tests.security.lying_client SSH_CONFIG PYTHON SECONDS NODE…    nodes whose name begins with "honest" are
+python -m tests.security.lying_client SSH_CONFIG PYTHON SECONDS MARKS NODE…
+
+Nodes whose name begins with "honest" are. MARKS: JSON, for each other node the parts of an error that identify its lie.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 
 INTERVAL_S = 1.0
+PATIENCE_S = 60.0  # for the errors of all liars
 
 
-def main(ssh_config: str, python: str, seconds: float, names: list[str]) -> None:
-    """Watch for ``seconds`` from when all honest nodes are up, and print what was seen."""
+def main(ssh_config: str, python: str, seconds: float, marks: dict[str, list[str]], names: list[str]) -> None:
+    """Watch for ``seconds`` from when all honest nodes are up, until all liars are identified; print what was seen."""
     settings = Settings(ssh_config=ssh_config, python=python, connect_timeout="30s")
     fleet = Fleet([Node(name, name) for name in names], settings, interval_s=INTERVAL_S, one_shot=False)
     fleet.start()
@@ -27,8 +30,12 @@ def main(ssh_config: str, python: str, seconds: float, names: list[str]) -> None
     ages: list[float] = []
     errors: dict[str, set[str]] = {}
     up: set[str] = set()
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+
+    def identified() -> bool:
+        return all(any(part in words for words in errors.get(name, ()) for part in marks[name]) for name in marks)
+
+    began = time.monotonic()
+    while (spent := time.monotonic() - began) < seconds or (spent < PATIENCE_S and not identified()):
         fleet.wait_change(INTERVAL_S / 4)
         for node in fleet.snapshot().nodes:
             if node.name in honest:
@@ -47,4 +54,4 @@ def main(ssh_config: str, python: str, seconds: float, names: list[str]) -> None
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4:])
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), json.loads(sys.argv[4]), sys.argv[5:])
