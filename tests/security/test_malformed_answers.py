@@ -130,7 +130,7 @@ def test_no_command_fails_over_what_one_node_answers(nodes: Cluster, lie: Lie) -
 
 
 def test_runs_and_jobs_of_other_nodes_are_seen_whatever_one_node_answers(nodes: Cluster, lie: Lie) -> None:
-    bombs = {"bomb": {"replies": {"list": '"value":' + json.dumps(BOMB)}}}
+    bombs = {"bomb": {"replies": {"list": '"value":' + json.dumps(bomb())}}}
     lie(replies("list", "jobs", "state") | bombs)
     done = gpuboard(nodes, "runs", "--json", "--node", f"{LIARS},bomb,gpu02", scope=f"{LIARS},bomb,gpu02")
     assert done.returncode == 0, done.stderr
@@ -144,12 +144,12 @@ def test_runs_and_jobs_of_other_nodes_are_seen_whatever_one_node_answers(nodes: 
     assert (done.returncode, "malformed answer to list" in done.stderr) == (6, True)
 
 
-# A state that is 100 MB when it is unpacked
-BOMB = {
-    "folder": "/\x1b[31m",
-    "more": True,
-    "runs": [{"run": "a", "alive": True, "state": base64.b64encode(zlib.compress(b" " * 10**8)).decode()}],
-}
+def bomb() -> dict[str, Any]:
+    """Return a state that is 100 MB when it is unpacked."""
+    state = base64.b64encode(zlib.compress(b" " * 10**8)).decode()
+    return {"folder": "/\x1b[31m", "more": True, "runs": [{"run": "a", "alive": True, "state": state}]}
+
+
 BEYOND: dict[str, dict[str, Any]] = {
     "times": {"at": 1e300, "interval_s": -5, "seq": -1},
     "interval": {"interval_s": 1e308, "at": -1e300},
