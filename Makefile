@@ -13,7 +13,9 @@ RUN_STAMP := $(VENV)/.installed-run-$(KEY)
 DEV_STAMP := $(VENV)/.installed-dev-$(KEY)
 BENCH_STAMP := $(VENV)/.installed-bench-$(KEY)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+# pip would compile in one process, which takes half a minute. Some packages have files for other versions of Python.
+COMPILE := $(BIN)/python -m compileall -qq -j0 $(VENV)/lib || true
 
 .PHONY: help demo test lint check bytecode bench bench-faults clean system-packages
 
@@ -72,17 +74,20 @@ $(RUN_STAMP): | $(BIN)/python
 	@echo "installing into $(VENV); the first time this downloads PyTorch, which takes a while"
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation --editable '.[torch]'
+	@$(COMPILE)
 	@$(BIN)/python -m compileall -q gpuboard  # with PYTHONDONTWRITEBYTECODE, every start would compile again
 	@rm -f $(VENV)/.installed-run-*
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@$(COMPILE)
 	@rm -f $(VENV)/.installed-dev-*
 	@touch $@
 
 # Without --no-build-isolation: gpustat is a source package with its own build requirements.
 $(BENCH_STAMP): $(DEV_STAMP)
 	@$(PIP) --editable '.[bench]'
+	@$(COMPILE)
 	@rm -f $(VENV)/.installed-bench-*
 	@touch $@
