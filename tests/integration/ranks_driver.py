@@ -16,7 +16,7 @@ from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.connector import LocalTransport
 from gpuboard.transport.link import AgentLink
-from tests.waiting import Clock
+from tests.waiting import Clock, next_step
 
 SECRET = "5ecre7" * 5
 
@@ -129,28 +129,28 @@ class Node:
 
 def carriers(run: str) -> list[int]:
     """Return the processes with the run's id in their environment."""
+    variable = f"GPUBOARD_RUN={run}".encode()
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                environ = (entry / "environ").read_bytes().split(b"\0")
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable in (entry / "environ").read_bytes().split(b"\0"):
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if f"GPUBOARD_RUN={run}".encode() in environ and state != "Z":
-                found.append(int(entry.name))
+                found += [int(entry.name)] * (state != "Z")
+        except OSError:
+            continue
     return found
 
 
 def wait_gone(run: str, timeout_s: float = 5.0) -> float:
     """Wait until no process has the run's id; return the seconds it took."""
-    clock = Clock()
+    clock, step_s = Clock(), 0.02
     while left := carriers(run):
         if clock.spent_s() > timeout_s:
             raise AssertionError(
                 f"still alive after {timeout_s} s: {[(p, Path(f'/proc/{p}/cmdline').read_bytes()) for p in left]}"
             )
-        clock.sleep()
+        clock.sleep(step_s)
+        step_s = next_step(step_s)
     return clock.spent_s()
 
 

@@ -82,9 +82,9 @@ def test_a_script_sees_no_difference() -> None:
 
 ELASTIC = """
 import json, os, subprocess, sys
-if len(sys.argv) == 1:
+if sys.argv[1:] != ["recorded"]:
     print(json.dumps(dict(os.environ)), flush=True)
-    os._exit(subprocess.run([sys.executable, __file__, "recorded"]).returncode)
+    os._exit(0 if sys.argv[1:] else subprocess.run([sys.executable, __file__, "recorded"]).returncode)
 from torch.distributed.elastic.multiprocessing.errors import record
 
 @record
@@ -98,7 +98,7 @@ main()
 def test_the_variables_of_torchrun_and_what_record_writes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ELASTIC)
-    expected = found(torchrun([str(script)]).stdout.decode())
+    expected = found(torchrun([str(script), "variables"]).stdout.decode())
     with Node(launch_config(tmp_path, "script.py", environ=environ(), preimport=False)) as node:
         node.start()
         (end,) = node.wait_ended(120)
