@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # pip would compile in one process, which takes half a minute. Some packages have files for other versions of Python.
 COMPILE := $(BIN)/python -m compileall -qq -j0 $(VENV)/lib || true
 
-.PHONY: help demo test lint check bytecode bench bench-faults clean system-packages
+.PHONY: help demo test tests lint check bytecode bench bench-faults clean system-packages
 
 help:
 	@echo "make demo    set up, then run the workflow on simulated nodes: reserve, train with DDP, release; then the board"
@@ -35,12 +35,15 @@ test: $(BIN)/python
 	@$(MAKE) --no-print-directory -j2 system-packages $(DEV_STAMP)
 	@$(MAKE) --no-print-directory check
 
-# Tests mostly wait, so files run in parallel; each worker has its own test nodes.
+# mypy takes half a minute on one processor: tests run beside it.
 check: $(DEV_STAMP)
-	@$(MAKE) --no-print-directory -j2 lint bytecode
+	@$(MAKE) --no-print-directory -j2 lint tests
+
+# Tests mostly wait, so files run in parallel; each worker has its own test nodes.
+tests: bytecode
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Compiles the tests once, beside mypy (one core); else every worker would at its start. pytest reports what fails here.
+# Compiles the tests once; else every worker would at its start. pytest reports what fails here.
 bytecode: $(DEV_STAMP)
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
 
