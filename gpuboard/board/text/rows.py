@@ -122,6 +122,11 @@ def part_of(line: Line, number: int, tall: int) -> Line:
     return line.line((number + line.group) % tall)
 
 
+def lines_of(line: Line, tall: int) -> list[Line]:
+    """Return all lines of a row of ``tall`` lines."""
+    return [part_of(line, number, tall) for number in range(tall)]
+
+
 def line_of(row: Row, *, cursor: bool = False, marked: bool = False) -> Line:
     """Return a row with its cells made."""
     cells = row.cells() if callable(row.cells) else row.cells

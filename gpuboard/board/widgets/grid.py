@@ -27,6 +27,7 @@ from gpuboard.board.text.rows import (
     header_runs,
     keys_of,
     line_of,
+    lines_of,
     part_of,
     row_runs,
     runs_of,
@@ -325,7 +326,8 @@ class Grid(Dragging, can_focus=True):
             else:
                 same: list[int] = []
                 if drawn is not None and tall > 1:
-                    same = [n for n in range(tall) if part_of(drawn[0], n, tall) == part_of(line, n, tall)]
+                    pairs = zip(lines_of(drawn[0], tall), lines_of(line, tall), strict=True)
+                    same = [number for number, (before, after) in enumerate(pairs) if before == after]
                 lines[index] = (line, {n: drawn[1][n] for n in same if n in drawn[1]} if drawn else {})
                 for number in set(range(tall)).difference(same):
                     self.refresh(Region(0, index * tall - top + HEADER + number, width, 1))
