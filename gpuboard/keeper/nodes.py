@@ -126,11 +126,11 @@ class NodeCalls(Calls):
         try:
             import msgspec
 
-            from gpuboard.model.replies import Carriers, Read, Released, Touched
+            from gpuboard.model.replies import Carriers, Read, ReleasedClaims, Touched
 
             kinds: dict[str, type[msgspec.Struct]] = {
                 "touch": Touched,
-                "release": Released,
+                "release": ReleasedClaims,
                 "read": Read,
                 "carriers": Carriers,
             }

@@ -43,7 +43,7 @@ class Ends(msgspec.Struct, frozen=True):
     now: Number
 
 
-class Released(msgspec.Struct, frozen=True):
+class ReleasedClaims(msgspec.Struct, frozen=True):
     """The answer to ``release``: the UUIDs of the claims that were removed."""
 
     released: list[str]

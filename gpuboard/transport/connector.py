@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpuboard.errors import ConfigError
 from gpuboard.transport.base import Handler, Transport, TransportError
 from gpuboard.transport.link import AgentLink, Listener
-from gpuboard.transport.process import ChildChannel, Ending
+from gpuboard.transport.process import ChildChannel, Exit
 from gpuboard.transport.spawn import agent_command, spawn, take_prestarted
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class LocalTransport:
             channel.close()
 
 
-def _explain(ending: Ending) -> TransportError:
+def _explain(ending: Exit) -> TransportError:
     from gpuboard.transport.exit_errors import explain_exit  # late: only when something is wrong
 
     return explain_exit(ending.code, ending.stderr, agent_command()[0])

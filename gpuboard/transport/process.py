@@ -22,7 +22,7 @@ _STDERR_KEPT = 65536
 _KILLED_S = 2.0  # a killed process that is still there afterwards is in uninterruptible sleep (driver)
 
 
-class Ending(NamedTuple):
+class Exit(NamedTuple):
     """How a child ended."""
 
     code: int | None  # exit code, negative for a signal; None: unknown, or it was killed here
@@ -42,7 +42,7 @@ class ChildChannel:
     def __init__(
         self,
         handler: Handler,
-        explain: Callable[[Ending], TransportError],
+        explain: Callable[[Exit], TransportError],
         *,
         first_byte_s: float | None = None,
         end_s: float = 2.0,
@@ -152,7 +152,7 @@ class ChildChannel:
             return
         if killed and not late:
             rest += f"\nclosed its output but did not exit within {wait_s:g} s; gpuboard killed it\n".encode()
-        self._handler.ended(self._explain(Ending(code, (stderr + rest)[-_STDERR_KEPT:], late)))
+        self._handler.ended(self._explain(Exit(code, (stderr + rest)[-_STDERR_KEPT:], late)))
 
     def _flush(self, child: Child) -> bool:
         """Write what the pipe takes; return whether data is left."""

@@ -22,7 +22,7 @@ import pytest
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
-from gpuboard.model.replies import Released, Touched
+from gpuboard.model.replies import ReleasedClaims, Touched
 from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
 from tests.nodes import Cluster, eight
@@ -87,7 +87,7 @@ def test_calls_answer_refuse_or_are_lost_each_in_its_way() -> None:
     with local("a", "b") as fleet:
         assert fleet.call("a", "touch", {"leases": ["x"]}, 60, Touched) == Touched([], [], ["x"])
         with pytest.raises(CallFailed) as refused:
-            fleet.call("a", "release", {"lease": "nosuch"}, 60, Released)
+            fleet.call("a", "release", {"lease": "nosuch"}, 60, ReleasedClaims)
         assert refused.value.kind == "not-found"
         with pytest.raises(LinkLost, match="c: not one of the nodes in scope"):
             fleet.call("c", "touch", {}, 5, Touched)

@@ -206,7 +206,7 @@ def test_a_call_gives_its_type_or_fails_in_a_designated_way(data: st.DataObject)
 @given(st.data())
 @settings(max_examples=40)
 def test_a_take_release_and_renew_end_in_a_designated_way(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from([replies.Ends, replies.Released, replies.Detail]))
+    kind = data.draw(st.sampled_from([replies.Ends, replies.ReleasedClaims, replies.Detail]))
     value = raw(data.draw(of(kind)))
     refusal = b'"error":{"kind":"conflict","message":"no","detail":%s}' % value
     there = Answering("gpu01", refusal if kind is replies.Detail else b'"value":%s' % value)
@@ -289,7 +289,7 @@ def occupied(folder: str) -> KeeperPlace:
 @settings(max_examples=50)
 def test_a_keeper_takes_whatever_a_node_answers(data: st.DataObject) -> None:
     """A lease over a lying node and an honest one: the honest part is kept, and so is the other lease."""
-    kind = data.draw(st.sampled_from([replies.Touched, replies.Carriers, replies.Released, replies.Read]))
+    kind = data.draw(st.sampled_from([replies.Touched, replies.Carriers, replies.ReleasedClaims, replies.Read]))
     there = Answering("liar", b'"value":%s' % raw(data.draw(st.one_of(of(kind), junk))))
     node = KeptNode("liar", ["GPU-a"], "liar", "/var/tmp", None)
     calls = NodeCalls(node, {}, Connectors(Logins(TIMING)), TIMING)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from gpuboard.board.overview.people import People, Person
-from gpuboard.board.overview.upcoming import Ending, Upcoming
+from gpuboard.board.overview.upcoming import Upcoming, UpcomingEnd
 from gpuboard.board.scene import Scene
 from gpuboard.model.snapshot import JobView, NodeView
 from gpuboard.model.units import seconds_of
@@ -67,8 +67,8 @@ def test_only_nodes_with_new_readings_are_counted_again() -> None:
 def test_what_ends_next_are_leases_and_jobs_with_a_limit() -> None:
     end = seconds_of("2026-01-31T13:00:00.000Z")
     assert Upcoming().of(lab(), NOW, 9) == [
-        Ending(end, "bob", "job 15", 2, "gpu01:2 +1"),
-        Ending(seconds_of(LEASE.until), "alice", "k3f0", 3, "gpu01:0-1 +1"),
+        UpcomingEnd(end, "bob", "job 15", 2, "gpu01:2 +1"),
+        UpcomingEnd(seconds_of(LEASE.until), "alice", "k3f0", 3, "gpu01:0-1 +1"),
     ]
     assert [one.name for one in Upcoming().of(lab(), NOW, 1)] == ["job 15"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.exit_errors import explain_exit
-from gpuboard.transport.process import ChildChannel, Ending
+from gpuboard.transport.process import ChildChannel, Exit
 from gpuboard.transport.spawn import spawn
 
 
@@ -29,7 +29,7 @@ class Ended:
         self.error.put(error)
 
 
-def explain(ending: Ending) -> TransportError:
+def explain(ending: Exit) -> TransportError:
     return explain_exit(ending.code, ending.stderr, "python3")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuboard.transport.base import TransportError
-from gpuboard.transport.process import Ending
+from gpuboard.transport.process import Exit
 from gpuboard.transport.slurm.srun import program, slurm_environ
 from gpuboard.transport.slurm.srun_errors import explain_end, explain_refusal, gpu_count, gpus_by_nodes
 from tests.slurmtext import holding, recorded, recordings
@@ -80,27 +80,27 @@ def test_recorded_errors_have_their_kind(name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("ending", "kind", "words"),
     [
-        (Ending(127, b"sh: 1: exec: python9: not found\nsrun: error: n: task 0: Exited with exit code 127\n", False),
+        (Exit(127, b"sh: 1: exec: python9: not found\nsrun: error: n: task 0: Exited with exit code 127\n", False),
          "no-python", "python3 cannot be started there (sh: 1: exec: python9: not found)"),
-        (Ending(137, b"srun: error: gpu01: task 0: Killed\nsrun: Force Terminated StepId=1.0\n", False),
+        (Exit(137, b"srun: error: gpu01: task 0: Killed\nsrun: Force Terminated StepId=1.0\n", False),
          "exited", "the agent was killed by signal 9"),
-        (Ending(-9, NOISE.encode(), False), "exited", "the agent was killed by signal 9"),
-        (Ending(143, b"slurmstepd-gpu01: error: *** STEP 9.0 ON gpu01 CANCELLED AT 2026-11-21T17:18:06 ***\n", False),
+        (Exit(-9, NOISE.encode(), False), "exited", "the agent was killed by signal 9"),
+        (Exit(143, b"slurmstepd-gpu01: error: *** STEP 9.0 ON gpu01 CANCELLED AT 2026-11-21T17:18:06 ***\n", False),
          "no-job", "Slurm has ended job 9, or its step on gpu01"),
-        (Ending(143, b"slurmstepd: error: *** STEP 9.0 ON gpu01 CANCELLED AT x DUE TO TIME LIMIT ***\n", False),
+        (Exit(143, b"slurmstepd: error: *** STEP 9.0 ON gpu01 CANCELLED AT x DUE TO TIME LIMIT ***\n", False),
          "no-job", "Slurm has ended job 9, or its step on gpu01 (time limit)"),
-        (Ending(-15, b"", True), "timeout", "Slurm did not start a step of job 9 on gpu01 in time"),
-        (Ending(-15, b"srun: Job 9 step creation temporarily disabled, retrying (Requested nodes are busy)\n", True),
+        (Exit(-15, b"", True), "timeout", "Slurm did not start a step of job 9 on gpu01 in time"),
+        (Exit(-15, b"srun: Job 9 step creation temporarily disabled, retrying (Requested nodes are busy)\n", True),
          "timeout", "Slurm cannot start a step in job 9 now"),
-        (Ending(1, b"srun: error: Unable to create step for job 9: Requested operation is presently disabled\n", False),
+        (Exit(1, b"srun: error: Unable to create step for job 9: Requested operation is presently disabled\n", False),
          "timeout", "Slurm cannot start a step in job 9 now"),
-        (Ending(1, b"srun: error: Slurm job 9 has expired\nsrun: Check SLURM_JOB_ID environment variable. x\n", False),
+        (Exit(1, b"srun: error: Slurm job 9 has expired\nsrun: Check SLURM_JOB_ID environment variable. x\n", False),
          "no-job", "Slurm job 9 has ended"),
-        (Ending(1, b"srun: error: something new\n", False), "exited", "srun: something new"),
-        (Ending(1, b"", False), "exited", "srun failed without an error message"),
+        (Exit(1, b"srun: error: something new\n", False), "exited", "srun: something new"),
+        (Exit(1, b"", False), "exited", "srun failed without an error message"),
     ],
 )  # fmt: skip
-def test_ends_are_explained(ending: Ending, kind: str, words: str) -> None:
+def test_ends_are_explained(ending: Exit, kind: str, words: str) -> None:
     error = explain_end(ending, "9", "gpu01", "python3")
     assert (error.kind, error.words) == (kind, words)
 

@@ -9,7 +9,7 @@ from gpuboard.board.history import Cluster, History, Span
 from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.overview.log import EventLog
 from gpuboard.board.overview.people import People, Person
-from gpuboard.board.overview.upcoming import Ending, Upcoming
+from gpuboard.board.overview.upcoming import Upcoming, UpcomingEnd
 from gpuboard.board.scene import Scene
 from gpuboard.model.units import seconds_of
 
@@ -19,7 +19,7 @@ class OverviewFacts(NamedTuple):
 
     past: Cluster
     people: Sequence[Person]
-    endings: Sequence[Ending]
+    endings: Sequence[UpcomingEnd]
     events: Sequence[ClusterEvent]  # oldest first
     problem: str  # why events are not kept
     now: float  # epoch seconds

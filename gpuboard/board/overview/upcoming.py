@@ -14,7 +14,7 @@ from gpuboard.model.units import ranges, seconds_of
 _UNLIMITED_S = 366 * 86400.0  # a job without a limit is shown as a lease that ends in a year or later
 
 
-class Ending(msgspec.Struct, frozen=True, gc=False):
+class UpcomingEnd(msgspec.Struct, frozen=True, gc=False):
     """A lease or a job, and when it ends."""
 
     until: float  # epoch seconds
@@ -38,7 +38,7 @@ class Upcoming:
     def __init__(self) -> None:
         self._jobs: dict[str, tuple[list[GpuView], dict[str, _Job]]] = {}
 
-    def of(self, scene: Scene, now: float, most: int) -> list[Ending]:
+    def of(self, scene: Scene, now: float, most: int) -> list[UpcomingEnd]:
         """Return the next ``most`` to end, the first one first. ``now``: epoch seconds."""
         found = []
         leased = set()
@@ -51,7 +51,7 @@ class Upcoming:
                 for gpu in lease.gpus:
                     nodes.setdefault(gpu.node, []).extend([] if gpu.index is None else [gpu.index])
                 place = _place(nodes)
-                found.append(Ending(until, lease.owner, lease.id, len(lease.gpus), place, scene.is_mine(lease)))
+                found.append(UpcomingEnd(until, lease.owner, lease.id, len(lease.gpus), place, scene.is_mine(lease)))
         on: dict[str, dict[str, list[int]]] = {}
         views: dict[str, JobView] = {}
         kept = {}
@@ -69,7 +69,7 @@ class Upcoming:
                 places = on[name]
                 count = sum(len(indexes) for indexes in places.values())
                 end = seconds_of(job_view.until)
-                found.append(Ending(end, job_view.user, f"job {name}", count, _place(places)))
+                found.append(UpcomingEnd(end, job_view.user, f"job {name}", count, _place(places)))
         return nsmallest(most, found, key=lambda one: (one.until, one.name))
 
 

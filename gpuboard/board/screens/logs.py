@@ -166,7 +166,7 @@ class LogScreen(BoardScreen):
             other.active = other is view
             other.refresh()
 
-    def on_log_view_picked(self, message: LogView.Picked) -> None:
+    def on_log_view_stream_picked(self, message: LogView.StreamPicked) -> None:
         """Make the clicked stream the active one."""
         self._pick(message.view)
 

@@ -19,7 +19,7 @@ from gpuboard.board.text.processes import about, cluster_columns, group_key, met
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid, LazyRows, Row
 from gpuboard.board.widgets.pane import Lines
-from gpuboard.cluster.snapshot.processes import SORTS, ProcessGroup, Running, grouped, in_order, running, unread
+from gpuboard.cluster.snapshot.processes import SORTS, JobProcesses, Running, grouped, in_order, running, unread
 from gpuboard.launch.runs.folder import by_lease
 
 _UNREAD_MOST = 8  # names of nodes and GPUs
@@ -95,7 +95,7 @@ class ProcessesScreen(FilteredScreen):
         matching = [one for one, uid in self.filter_rows() if query.matches(one, uid)]
         order = self.order
         shown = in_order(matching, order.sort, reverse=order.reverse)
-        items: list[Running | ProcessGroup] = list(shown)
+        items: list[Running | JobProcesses] = list(shown)
         if order.tree:
             self._read_runs()
             items = []
@@ -104,7 +104,7 @@ class ProcessesScreen(FilteredScreen):
 
         bar, glyphs = meter_cells(self.size.width), self.board.look.glyphs
 
-        def row(item: Running | ProcessGroup) -> Row:
+        def row(item: Running | JobProcesses) -> Row:
             own = isinstance(item, Running) and is_mine(item, scene.uids.get(item.node))
             dim = isinstance(item, Running) and scene.nodes[item.node].state != "up"
             return running_row(item, mine=own, dim=dim, indent=order.tree, bar=bar, glyphs=glyphs)
@@ -241,5 +241,5 @@ class ProcessesScreen(FilteredScreen):
             self.board.open_gpu(one.gpus[0].uuid)
 
 
-def _key(item: Running | ProcessGroup) -> str:
-    return group_key(item) if isinstance(item, ProcessGroup) else item.key
+def _key(item: Running | JobProcesses) -> str:
+    return group_key(item) if isinstance(item, JobProcesses) else item.key

@@ -15,7 +15,7 @@ from gpuboard.board.history import Cluster
 from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.overview.facts import OverviewFacts
 from gpuboard.board.overview.people import Person, totals
-from gpuboard.board.overview.upcoming import Ending
+from gpuboard.board.overview.upcoming import UpcomingEnd
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import fit, fit_runs, width
 from gpuboard.board.text.lines import Runs, wrapped
@@ -216,7 +216,7 @@ def _share(one: Person, cells: int, largest: int, glyphs: Glyphs) -> Runs:
     return [run for run in runs if run[0]]
 
 
-def ending_lines(endings: Sequence[Ending], now: float, cells: int) -> list[Runs]:
+def ending_lines(endings: Sequence[UpcomingEnd], now: float, cells: int) -> list[Runs]:
     """Return what ends next, the first one first."""
     if not endings:
         return [[("No lease, and no job with a time limit.", "dim")]]

@@ -10,7 +10,7 @@ from gpuboard.board.text.format import UNKNOWN
 from gpuboard.board.text.plots import meter
 from gpuboard.board.text.rows import Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
-from gpuboard.cluster.snapshot.processes import ProcessGroup, Running, sums
+from gpuboard.cluster.snapshot.processes import JobProcesses, Running, sums
 from gpuboard.model.snapshot import ProcessView
 from gpuboard.model.units import compact_size, format_duration
 
@@ -103,16 +103,16 @@ def meter_cells(cells: int) -> int:
     return _METER if cells >= _METER_FROM else 0
 
 
-def running_row(item: Running | ProcessGroup, *, mine: bool, dim: bool, indent: bool, bar: int, glyphs: Glyphs) -> Row:
+def running_row(item: Running | JobProcesses, *, mine: bool, dim: bool, indent: bool, bar: int, glyphs: Glyphs) -> Row:
     """Return the row of a process in ``cluster_columns``, or the heading of a group."""
-    if isinstance(item, ProcessGroup):
+    if isinstance(item, JobProcesses):
         return Row(
             group_key(item), (Cell(f"{item.title}  {sums(item.processes)}{_total(item.processes)}"),), group=True
         )
     return Row(item.key, partial(_running_cells, item, mine=mine, indent=indent, bar=bar, glyphs=glyphs), dim=dim)
 
 
-def group_key(group: ProcessGroup) -> str:
+def group_key(group: JobProcesses) -> str:
     """Return the key of a group's heading."""
     return f"group {group.title}"
 

@@ -37,7 +37,7 @@ class LogView(Widget):
     LogView.-empty { height: 1; }
     """
 
-    class Picked(Message):
+    class StreamPicked(Message):
         """The user chose this stream by a click, or a search found its match there."""
 
         def __init__(self, view: LogView) -> None:
@@ -262,7 +262,7 @@ class LogView(Widget):
         self.hit = start
         self.follow = False
         if not self.active:
-            self.post_message(self.Picked(self))
+            self.post_message(self.StreamPicked(self))
         page = self.page
         if page is None or start not in {at for at, _ in page.rows}:
             self._do(lambda file, place, window: file.at(start, window, window.height // 3))
@@ -342,7 +342,7 @@ class LogView(Widget):
     def on_click(self, event: events.Click) -> None:
         """Become the active stream; on the scroll bar, go to that position."""
         event.stop()
-        self.post_message(self.Picked(self))
+        self.post_message(self.StreamPicked(self))
         if event.y >= 1 and event.x >= self.size.width - 1 and self.page is not None:
             offset = self.page.size * (event.y - 1) // max(1, self.window.height - 1)
             self.follow = False

@@ -47,7 +47,7 @@ class ProcessList(msgspec.Struct, frozen=True):
     unread: list[str] = []  # nodes (``gpu01``) and GPUs (``gpu01:3``) whose processes could not be read
 
 
-class ProcessGroup(NamedTuple):
+class JobProcesses(NamedTuple):
     """The processes of one run, job or lease."""
 
     title: str
@@ -126,12 +126,12 @@ def in_order(found: Sequence[Running], key: str, *, reverse: bool = False) -> li
     return sorted(known, key=value, reverse=descending != reverse) + missing
 
 
-def grouped(found: Sequence[Running], runs: Mapping[str, str]) -> list[ProcessGroup]:
+def grouped(found: Sequence[Running], runs: Mapping[str, str]) -> list[JobProcesses]:
     """Return processes by run, job or lease, groups in the order of their first process; those of none come last.
 
     ``runs``: the ids of the caller's own runs by lease; the runs of other users cannot be read.
     """
-    groups: dict[str, ProcessGroup] = {}
+    groups: dict[str, JobProcesses] = {}
     for one in found:
         title = "no run, job or lease"
         if one.lease is not None and one.lease in runs:
@@ -140,7 +140,7 @@ def grouped(found: Sequence[Running], runs: Mapping[str, str]) -> list[ProcessGr
             title = f"job {one.job}"
         elif one.lease:  # two users can have leases with the same id
             title = f"lease {one.lease} of {one.user or 'a hidden user'}"
-        groups.setdefault(title, ProcessGroup(title, [])).processes.append(one)
+        groups.setdefault(title, JobProcesses(title, [])).processes.append(one)
     return sorted(groups.values(), key=lambda group: group.title.startswith("no "))
 
 

@@ -19,7 +19,7 @@ from gpuboard.keeper import holder as processes
 from gpuboard.leases.ledger import matching, no_such_lease, not_yours
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.reading import Claim, Holder
-from gpuboard.model.replies import Ends, Released
+from gpuboard.model.replies import Ends, ReleasedClaims
 from gpuboard.model.units import iso
 from gpuboard.transport.base import CallFailed, LinkLost
 
@@ -195,7 +195,7 @@ def release(call: Call, lease: str, nodes: Iterable[str], *, owned: bool = True)
     A lease that has just ended there is no failure: its list is empty. The same holds for a lease of the caller
     (``owned``) if only another user has claims with this id there: they belong to another lease.
     """
-    done, failed = _each(call, "release", {"lease": lease}, nodes, Released)
+    done, failed = _each(call, "release", {"lease": lease}, nodes, ReleasedClaims)
     released = {node: answer.released for node, answer in done.items()}
     for node, error in list(failed.items()):
         if isinstance(error, CallFailed) and error.kind in (_NOT_THERE if owned else {"not-found"}):

@@ -24,7 +24,7 @@ from gpuboard.nodesets import listed
 from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.command import run
-from gpuboard.transport.process import ChildChannel, Ending
+from gpuboard.transport.process import ChildChannel, Exit
 from gpuboard.transport.slurm.srun_errors import (
     ending,
     explain_end,
@@ -105,7 +105,7 @@ class SrunTransport:
                 raise TransportError("no-job", f"{host} is not a node of Slurm job {self._job}", f"its nodes: {has}")
             return self._gpus[host]
 
-    def _explain(self, host: str, how: Ending) -> TransportError:
+    def _explain(self, host: str, how: Exit) -> TransportError:
         error = explain_end(how, self._job, host, self._python)
         if error.kind == "exited" and self._over():
             # Slurm's message about the step is missing when its processes have ended before.

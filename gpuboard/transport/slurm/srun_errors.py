@@ -7,7 +7,7 @@ import re
 from gpuboard.model.text import clean
 from gpuboard.transport.base import Kind, TransportError
 from gpuboard.transport.exit_errors import explain_exit
-from gpuboard.transport.process import Ending
+from gpuboard.transport.process import Exit
 
 _DETAIL = re.compile(r"^ +Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(.*?) *$", re.MULTILINE)
 _NOISE = ("cluster configuration lacks support for cpu binding", "Check SLURM_JOB_ID environment variable")
@@ -93,7 +93,7 @@ def explain_over(job: str, node: str, because: str = "") -> TransportError:
     return TransportError("no-job", f"Slurm has ended job {job}, or its step on {node}{because}", _CHECK_JOB)
 
 
-def explain_end(ending: Ending, job: str, node: str, python: str) -> TransportError:
+def explain_end(ending: Exit, job: str, node: str, python: str) -> TransportError:
     """Return why an agent's step has ended."""
     lines = _lines(ending.stderr)
     if cancelled := [line for line in lines if "CANCELLED" in line or "NODE FAILURE" in line]:

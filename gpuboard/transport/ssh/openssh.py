@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gpuboard.transport import bundle
 from gpuboard.transport.base import Handler, TransportError
 from gpuboard.transport.exit_errors import not_started
-from gpuboard.transport.process import ChildChannel, Ending
+from gpuboard.transport.process import ChildChannel, Exit
 from gpuboard.transport.spawn import spawn
 from gpuboard.transport.ssh import errors
 from gpuboard.transport.ssh.command_line import SshRoute, SshRoutes
@@ -182,7 +182,7 @@ class _Attempt:
                 self._reported = True
                 self._session.handler.connected()
 
-    def _explain(self, ending: Ending) -> TransportError:
+    def _explain(self, ending: Exit) -> TransportError:
         if ending.late:
             return not_started(self._answer_s, "")
         return explain_ssh(
