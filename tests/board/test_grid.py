@@ -121,7 +121,7 @@ async def test_rows_are_drawn_in_columns() -> None:
             " Name     ▼Number Words",
             " alpha          5 some words",
             " b              1 some words",
-            "A group over all columns",
+            " A group over all columns",
             " c              1 some words",
         ]
 
@@ -195,7 +195,7 @@ async def test_the_cursor_skips_headings_and_shows_the_one_above() -> None:
         await pilot.press("end")
         await pilot.press("home")
         await pilot.pause()
-        assert lines(grid)[1] == "Heading"
+        assert lines(grid)[1] == " Heading"
 
 
 async def test_space_and_shift_mark() -> None:

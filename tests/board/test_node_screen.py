@@ -72,7 +72,7 @@ async def test_activity_is_beside_utilization_where_there_is_room_and_a_gpu_repo
         assert "Util SM Tensor 5 min Temp" in rows[0]
         assert " 60.0/80 90% 85% 61% " in rows[1]
         assert " 0.0/80 ? ? ? " in rows[2]
-        assert rows[3] == "MIG F free - 0.0/40 - - - - - - 3g.40gb made free"
+        assert rows[3] == "MIG F free - ────────── 0.0/40 - - - - - - 3g.40gb made free"
 
 
 async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ PLACES = {
     "signal": Place(("K",), "Send a signal"),
     "columns": Place(("C",), "Columns of the table", ("escape", "t")),
     "saved filters": Place(("F",), "free H100"),
-    "save filter": Place(("slash", "a", "enter", "alt+f"), "Will save", ("escape", "escape")),
+    "save filter": Place(("slash", "a", "enter", "ctrl+o"), "Will save", ("escape", "escape")),
     "help": Place(("question_mark",), "cluster.view"),
     "palette": Place(("ctrl+p",), "Reserve"),
     "themes": Place(("ctrl+t",), "Theme: Plain"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from tests.nvml import LOST, Gpu
 from tests.slurm import SlurmCluster
 from tests.waiting import until
 
-pytestmark = pytest.mark.nodes
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(480)]  # a hung node and an outage take their time
 
 PATIENCE_S = 120.0
 
@@ -61,6 +62,15 @@ class Day:
         assert self.process.returncode == 0, err
 
 
+@contextmanager
+def ended(process: Running) -> Iterator[None]:
+    """Kill a process that still runs at the end, so that a test that fails does not wait for it."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def nodes_of(at: Frame | Scene) -> dict[str, NodeView]:
     return {node.name: node for node in at.snapshot.nodes}
 
@@ -79,7 +89,7 @@ def test_a_day_is_replayed_as_it_was(slurm: SlurmCluster, tmp_path: Path) -> Non
     broken = ["free"] * 7 + ["broken"]
 
     command = ["gpuboard", "record", "day.gz", "--every", "1s"]
-    with hosts["login1"].popen(command, user="alice", stderr=subprocess.PIPE) as process:
+    with hosts["login1"].popen(command, user="alice", stderr=subprocess.PIPE) as process, ended(process):
         day = Day(hosts.home("alice") / "day.gz", process)
         day.note("calm", lambda at: cluster(at) == (free, free, held))
         gpus: list[Gpu] = eight()
@@ -91,16 +101,17 @@ def test_a_day_is_replayed_as_it_was(slurm: SlurmCluster, tmp_path: Path) -> Non
         day.note("back", lambda at: cluster(at) == (broken, free, held))
         slurm.controller("kill")
         day.note("outage", lambda at: cluster(at)[1] == ["unknown"] * 8)
-        slurm.controller("restart")
-        day.note("calm again", lambda at: cluster(at) == (broken, free, held))
         day.end()
 
     # the command that prints one moment
-    done = slurm.run(["gpuboard", "status", "--replay", "day.gz", "--at=-0.1s", "--json"], user="alice", host="login2")
+    recording = Recording(day.file)
+    before_end = f"--at=-{recording.end - day.moments['back']:.2f}s"
+    recording.close()
+    done = slurm.run(["gpuboard", "status", "--replay", "day.gz", before_end, "--json"], user="alice", host="login2")
     assert done.returncode == 0, done.stderr
-    last = {node["name"]: node["gpus"] for node in json.loads(done.stdout)["nodes"]}
-    assert [gpu["state"] for gpu in last["gpu01"]] == broken
-    assert [[one["id"], one["user"]] for gpu in last["gpu03"] for one in gpu["jobs"]] == [[str(job), "bob"]] * 2
+    back = {node["name"]: node["gpus"] for node in json.loads(done.stdout)["nodes"]}
+    assert [gpu["state"] for gpu in back["gpu01"]] == broken
+    assert [[one["id"], one["user"]] for gpu in back["gpu03"] for one in gpu["jobs"]] == [[str(job), "bob"]] * 2
 
     # the board, moment by moment: what hangs, is lost or is not known affects nothing else
     core = ReplayCore(Recording(day.file), Settings(), {"HOME": str(tmp_path)})
@@ -114,7 +125,6 @@ def test_a_day_is_replayed_as_it_was(slurm: SlurmCluster, tmp_path: Path) -> Non
         "lost": (broken, free, held),
         "hung": (broken, None, held),
         "back": (broken, free, held),
-        "calm again": (broken, free, held),
     }
     assert nodes_of(shown["lost"])["gpu01"].gpus[7].reason.startswith("GPU lost")
     hung = nodes_of(shown["hung"])["gpu02"]

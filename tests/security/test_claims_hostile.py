@@ -94,7 +94,7 @@ def test_a_file_system_mounted_on_a_claims_name_is_its_owners_garbage(kind: str,
         assert "until" in become(CAROL, lambda: take(folder, "cccc", "GPU-b"))
         assert ask("release", folder, lease="zzzz") == {"released": []}  # root's, on what cannot be unlinked
         alice_keeps(folder)
-        assert time.monotonic() - began < 10.0  # nothing has waited until the mount was taken away
+        assert time.monotonic() - began < 60.0  # nothing has waited until the mount was taken away
 
 
 @pytest.mark.parametrize("step", ["_pin", "_bytes"])

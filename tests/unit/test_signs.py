@@ -44,7 +44,7 @@ def test_the_few_bytes_that_an_inspection_causes_are_no_activity(monkeypatch: py
         watched.follow(0, process.pid)
         for _ in range(int(QUIET_S) + 1):
             assert second() == 0
-        assert events == [True]
+        assert set(events) == {True}  # again when its state changes
         assert second("/dev/zero 4096") > 4096
-        assert events == [True, False]
+        assert events[-1] is False
         process.stdin.close()
