@@ -5,16 +5,15 @@ Times are passed in (monotonic seconds). The head acts on ``messages``, ``stop_r
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
 from gpuboard.launch import events
+from gpuboard.launch.causes.cause import Cause, FailureKind, symptom_of
+from gpuboard.launch.causes.effects import Failures, among_effects
 from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text
-from gpuboard.launch.causes.models import compares_models, different_models
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.runs.folder import RankView, VerdictView
@@ -22,56 +21,9 @@ from gpuboard.launch.stalls.waits import RankStatus, rank_words
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.text import clean
 
-# Errors that a rank reports because another rank has gone: from gloo, NCCL, the store's client, sockets.
-_LOST = re.compile(
-    r"connection reset by peer|connection closed by peer|broken pipe|connection was likely closed|failed to recv|"
-    r"socket closed|recvbytes|sendbytes|ncclremoteerror|remote process exited|connection refused|"
-    r"timed out waiting for clients|store.*(shut ?down|closed)|heartbeat.*monitor",
-    re.IGNORECASE,
-)
-# Data of another size than the collective expects: the receiver ends, whichever rank is wrong (gloo; DETAIL's wrapper).
-_MISMATCH = re.compile(r"data size doesn't match|op\.preamble\.length|mismatch between collectives", re.IGNORECASE)
-_SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
-# A rank that waits for another one in a collective until the process group's timeout.
-_TIMEOUT = re.compile(r"timed out waiting \d+ ?ms for|collective operation timeout|wait timeout after", re.IGNORECASE)
-_OF_TORCH = re.compile(r"gloo|nccl|c10d|tcpstore|process ?group", re.IGNORECASE)  # not an upload's lost connection
-_RACE_S = 0.2  # within which an exit and its effect on another rank may be reported in either order
 _COMPARE_S = 3.0  # longest wait for the collectives of other ranks after a failure that they may explain
 _OF_A_NODE = frozenset({"node-lost", "node-stopped", "store-died"})
-_NAMED = 3  # ranks whose places are named
 _NOTICE_LINES = 20  # of a longer notice: the end of a traceback names the error
-
-
-FailureKind = Literal[
-    "raised",
-    "exit",
-    "signal",
-    "before-init",
-    "mismatch",
-    "timeout",
-    "left-group",
-    "node-lost",
-    "node-stopped",
-    "store-died",
-    "stalled",
-    "stopped",
-]
-# What a failure is by its own account, in the order in which it explains those of other ranks: of the rank itself; a
-# mismatch of collectives; a wait for another rank; a connection lost to another rank.
-Symptom = Literal["own", "mismatch", "timeout", "lost"]
-
-
-class Cause(msgspec.Struct, frozen=True):
-    """Why a run failed or was stopped."""
-
-    kind: FailureKind
-    rank: int | None
-    node: str | None
-    text: str
-    evidence: str = ""
-    symptom: Symptom = "own"
-    at: float = 0.0
-    place: str = ""  # type and line of an exception: the same for the same failure of any rank
 
 
 class FailureWatch:
@@ -338,97 +290,27 @@ class FailureWatch:
             self.places_wanted = True
         if self.comparing and not self.emptied and now - first.at < _COMPARE_S:
             return None
-        return self._among_effects() if self.finished or waited else None
+        return among_effects(self._failures) if self.finished or waited else None
+
+    @property
+    def _failures(self) -> Failures:
+        return Failures(
+            self.ranks,
+            self._candidates,
+            self._left,
+            self.exits,
+            self.joined,
+            self.running,
+            self.difference,
+            self.elsewhere,
+            self._where,
+            self._code_text,
+        )
 
     def _terminated(self, cause: Cause) -> bool:
         if cause.kind == "store-died":
             return self._store_code == -signal.SIGTERM
         return cause.kind == "signal" and cause.rank is not None and self.exits[cause.rank].signal == signal.SIGTERM
-
-    def _among_effects(self) -> Cause:
-        """Return the cause where every rank that failed blames another one, as far as it can be known."""
-        for symptom in ("mismatch", "timeout"):
-            if found := [c for c in self._candidates if c.symptom == symptom]:
-                return self._mismatch(found) if symptom == "mismatch" else self._timeout(found)
-        first = self._candidates[0]
-        of_torch = any(_OF_TORCH.search(c.text + c.evidence) for c in self._candidates)
-        left = sorted(
-            (at, rank, code)
-            for rank, (at, code) in self._left.items()
-            if code or (of_torch and rank in self.joined and at <= first.at + _RACE_S)
-        )
-        if not left:
-            return self._left_group(first) if of_torch else first
-        at, rank, code = left[0]
-        if code:
-            known = next((c for c in self._candidates if c.rank == rank), None)
-            text = f"{self._where(rank)} {self._code_text(rank, code)}"
-            return known or Cause("exit", rank, self.ranks[rank].node, text, at=at)
-        gone = [rank for _, rank, code in left if not code]
-        others = rank_words([c.rank for c in self._candidates if c.rank is not None])
-        who, them = (self._where(rank), "it") if len(gone) == 1 else (rank_words(gone), "them")
-        text = f"{who} ended with exit code 0 in the middle of training; {others} lost the connection to {them}"
-        only = rank if len(gone) == 1 else None
-        return Cause("exit", only, None if only is None else self.ranks[only].node, text, first.text, at=at)
-
-    def _left_group(self, first: Cause) -> Cause:
-        """Connections were lost although no rank has ended: one that is elsewhere may have closed them."""
-        failed = {c.rank for c in self._candidates if c.rank is not None}
-        away = sorted(self.elsewhere.keys() & set(self.running) - failed)
-        if not away:
-            return first
-        where = "; ".join(f"{self._where(rank)}, which {self.elsewhere[rank]}" for rank in away[:_NAMED])
-        who = f"{rank_words(failed)} lost the connection to another rank, although none has ended"
-        text = f"{who}: most likely to {where}; has it called destroy_process_group?"
-        only = away[0] if len(away) == 1 else None
-        node = None if only is None else self.ranks[only].node
-        return Cause("left-group", only, node, text, first.text, symptom="lost", at=first.at)
-
-    def _mismatch(self, found: list[Cause]) -> Cause:
-        """The rank that receives too much data fails: with two ranks or many, that is not always the one at fault."""
-        errors = {c.rank: c.text for c in found if c.rank is not None}
-        if (models := different_models(errors, len(self.ranks))) is not None:
-            words, suspects = models
-            only = suspects[0] if len(suspects) == 1 else None
-            node = None if only is None else self.ranks[only].node
-            text = words + (f"; most likely wrong: {self._where(only)}" if only is not None else "")
-            return Cause("mismatch", only, node, text, found[0].text, symptom="mismatch", at=found[0].at)
-        who = rank_words(list(self.ranks)).replace("-", " and ") if len(self.ranks) == 2 else "the ranks"
-        sizes = _SIZES.search(found[0].evidence) or _SIZES.search(found[0].text)
-        got = f"received {sizes[1]} bytes and expected {sizes[2]}" if sizes else "received data of another size"
-        where = ", ".join(self._where(c.rank) for c in found if c.rank is not None)
-        if self.difference is not None:
-            words, suspects = self.difference
-            only = suspects[0] if len(suspects) == 1 else None
-            node = None if only is None else self.ranks[only].node
-            text = f"{words}; {where} {got}"
-            return Cause("mismatch", only, node, text, found[0].text, symptom="mismatch", at=found[0].at)
-        text = (
-            f"{who} called different collectives, or one with different shapes or dtypes: {where} {got}"
-            f"{'' if len(self.ranks) == 2 else '; this does not show which rank is wrong'}"
-        )
-        return Cause("mismatch", None, None, text, found[0].text, symptom="mismatch", at=found[0].at)
-
-    def _timeout(self, found: list[Cause]) -> Cause:
-        """A rank whose wait ends by a timeout is not at fault."""
-        ranks = sorted({c.rank for c in found if c.rank is not None})
-        absent = sorted(self.ranks.keys() - self.joined - self.exits.keys())
-        away: list[int] = []
-        if absent:
-            what = f"{rank_words(absent)} had not connected to the process group"
-        elif others := sorted(self.ranks.keys() - {c.rank for c in self._candidates} - self.exits.keys()):
-            what = f"{rank_words(others)} did not take part in time, or called a different collective"
-            if self.elsewhere.keys() >= set(others):
-                away = others
-                places = (f"{self._where(rank)}, which {self.elsewhere[rank]}" for rank in away[:_NAMED])
-                what = f"no answer from {'; '.join(places)}"
-        else:
-            what = "the ranks called different collectives, or cannot reach each other"
-        what = self.difference[0] if self.difference is not None else what
-        text = f"{rank_words(ranks)} waited in a collective until its timeout: {what}"
-        only = away[0] if len(away) == 1 and self.difference is None else None
-        node = None if only is None else self.ranks[only].node
-        return Cause("timeout", only, node, text, found[0].text, symptom="timeout", at=found[0].at)
 
     def _on_raised(self, event: events.Raised, now: float) -> None:
         self._raised[event.rank] = event
@@ -513,12 +395,3 @@ class FailureWatch:
                 f"{rank_words(waiting)} would wait for it until the timeout"
             )
             self._candidates.append(Cause("before-init", gone[0], self.ranks[gone[0]].node, text, at=now))
-
-
-def symptom_of(text: str) -> Symptom:
-    """Return what an error is by its text."""
-    if _MISMATCH.search(text) or compares_models(text):
-        return "mismatch"
-    if _TIMEOUT.search(text):
-        return "timeout"
-    return "lost" if _LOST.search(text) else "own"

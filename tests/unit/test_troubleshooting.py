@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from gpuboard.launch.failure import FailureKind
+from gpuboard.launch.causes.cause import FailureKind
 from gpuboard.launch.lint.rules import RULES
 from gpuboard.launch.stalls.verdict import StallKind
 

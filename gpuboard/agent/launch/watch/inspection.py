@@ -88,10 +88,9 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dic
         for child in item["children"]:
             child.update(_stack(spies.get(child["pid"]), child["pid"], until))
         if item.get("stack_error") and item["state"] not in ("t", "T", None) and time.monotonic() < until:
+            # Its variables may be what py-spy cannot read.
             plain = _stack(_spy(pyspy, item["pid"], stopped=False, locals_too=False), item["pid"], until)
-            item.update(
-                dict(plain, stack_error=plain.get("stack_error"))
-            )  # its variables may be what py-spy cannot read
+            item.update(plain, stack_error=plain.get("stack_error"))
         item["source"] = _source(item["stack"])
     return {"ranks": found, "load": load()}
 

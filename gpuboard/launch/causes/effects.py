@@ -1,0 +1,120 @@
+"""The root cause where every rank that failed blames another one, as far as it can be known (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from gpuboard.launch.causes.cause import Cause, FailureKind
+from gpuboard.launch.causes.models import different_models
+from gpuboard.launch.runs.folder import RankView
+from gpuboard.launch.stalls.waits import rank_words
+
+_SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
+_OF_TORCH = re.compile(r"gloo|nccl|c10d|tcpstore|process ?group", re.IGNORECASE)  # not an upload's lost connection
+_RACE_S = 0.2  # within which an exit and its effect on another rank may be reported in either order
+_NAMED = 3  # ranks whose places are named
+
+
+class Failures(NamedTuple):
+    """What is known of a run whose ranks have failed."""
+
+    ranks: Mapping[int, RankView]
+    candidates: Sequence[Cause]  # in the order of their reports
+    left: Mapping[int, tuple[float, int]]  # ranks that ended without an exception → when, exit code
+    exits: Mapping[int, object]
+    joined: set[int]  # ranks that have connected to the process group
+    running: list[int]
+    difference: tuple[str, list[int]] | None  # how the ranks' collectives differ, and the suspects
+    elsewhere: Mapping[int, str]  # rank that takes part in no collective → what it does, after "which"
+    where: Callable[[int], str]  # the name of a rank in messages
+    exit_text: Callable[[int, int], str]  # what a rank's exit code means
+
+
+def among_effects(failures: Failures) -> Cause:
+    """Return the cause where every rank that failed blames another one, as far as it can be known."""
+    for symptom in ("mismatch", "timeout"):
+        if found := [c for c in failures.candidates if c.symptom == symptom]:
+            return _mismatch(failures, found) if symptom == "mismatch" else _timeout(failures, found)
+    first = failures.candidates[0]
+    of_torch = any(_OF_TORCH.search(c.text + c.evidence) for c in failures.candidates)
+    left = sorted(
+        (at, rank, code)
+        for rank, (at, code) in failures.left.items()
+        if code or (of_torch and rank in failures.joined and at <= first.at + _RACE_S)
+    )
+    if not left:
+        return _left_group(failures, first) if of_torch else first
+    at, rank, code = left[0]
+    if code:
+        known = next((c for c in failures.candidates if c.rank == rank), None)
+        text = f"{failures.where(rank)} {failures.exit_text(rank, code)}"
+        return known or Cause("exit", rank, failures.ranks[rank].node, text, at=at)
+    gone = [rank for _, rank, code in left if not code]
+    others = rank_words([c.rank for c in failures.candidates if c.rank is not None])
+    who, them = (failures.where(rank), "it") if len(gone) == 1 else (rank_words(gone), "them")
+    text = f"{who} ended with exit code 0 in the middle of training; {others} lost the connection to {them}"
+    return msgspec.structs.replace(_blaming(failures, "exit", gone, text, first), symptom="own", at=at)
+
+
+def _left_group(failures: Failures, first: Cause) -> Cause:
+    """Connections were lost although no rank has ended: one that is elsewhere may have closed them."""
+    failed = {c.rank for c in failures.candidates if c.rank is not None}
+    away = sorted(failures.elsewhere.keys() & set(failures.running) - failed)
+    if not away:
+        return first
+    where = "; ".join(f"{failures.where(rank)}, which {failures.elsewhere[rank]}" for rank in away[:_NAMED])
+    who = f"{rank_words(failed)} lost the connection to another rank, although none has ended"
+    text = f"{who}: most likely to {where}; has it called destroy_process_group?"
+    return _blaming(failures, "left-group", away, text, first)
+
+
+def _mismatch(failures: Failures, found: list[Cause]) -> Cause:
+    """The rank that receives too much data fails: with two ranks or many, that is not always the one at fault."""
+    errors = {c.rank: c.text for c in found if c.rank is not None}
+    if (models := different_models(errors, len(failures.ranks))) is not None:
+        words, suspects = models
+        text = words + (f"; most likely wrong: {failures.where(suspects[0])}" if len(suspects) == 1 else "")
+        return _blaming(failures, "mismatch", suspects, text, found[0])
+    who = rank_words(list(failures.ranks)).replace("-", " and ") if len(failures.ranks) == 2 else "the ranks"
+    sizes = _SIZES.search(found[0].evidence) or _SIZES.search(found[0].text)
+    got = f"received {sizes[1]} bytes and expected {sizes[2]}" if sizes else "received data of another size"
+    where = ", ".join(failures.where(c.rank) for c in found if c.rank is not None)
+    if failures.difference is not None:
+        words, suspects = failures.difference
+        return _blaming(failures, "mismatch", suspects, f"{words}; {where} {got}", found[0])
+    text = (
+        f"{who} called different collectives, or one with different shapes or dtypes: {where} {got}"
+        f"{'' if len(failures.ranks) == 2 else '; this does not show which rank is wrong'}"
+    )
+    return _blaming(failures, "mismatch", [], text, found[0])
+
+
+def _timeout(failures: Failures, found: list[Cause]) -> Cause:
+    """A rank whose wait ends by a timeout is not at fault."""
+    ranks = sorted({c.rank for c in found if c.rank is not None})
+    absent = sorted(failures.ranks.keys() - failures.joined - failures.exits.keys())
+    away: list[int] = []
+    if absent:
+        what = f"{rank_words(absent)} had not connected to the process group"
+    elif others := sorted(failures.ranks.keys() - {c.rank for c in failures.candidates} - failures.exits.keys()):
+        what = f"{rank_words(others)} did not take part in time, or called a different collective"
+        if failures.elsewhere.keys() >= set(others):
+            away = others
+            places = (f"{failures.where(rank)}, which {failures.elsewhere[rank]}" for rank in away[:_NAMED])
+            what = f"no answer from {'; '.join(places)}"
+    else:
+        what = "the ranks called different collectives, or cannot reach each other"
+    what = failures.difference[0] if failures.difference is not None else what
+    text = f"{rank_words(ranks)} waited in a collective until its timeout: {what}"
+    return _blaming(failures, "timeout", away if failures.difference is None else [], text, found[0])
+
+
+def _blaming(failures: Failures, kind: FailureKind, suspects: Sequence[int], text: str, first: Cause) -> Cause:
+    """Return a cause known from the failure ``first`` of another rank; it has a rank if there is one suspect only."""
+    only = suspects[0] if len(suspects) == 1 else None
+    node = None if only is None else failures.ranks[only].node
+    return Cause(kind, only, node, text, first.text, symptom=first.symptom, at=first.at)
