@@ -440,7 +440,7 @@ TWO_NODES: dict[str, Fault] = {
     ),
     "gpu-lost": Fault(
         "GPU lost during the run",
-        r"rank 1 \(gpu02:1\) .*GPU 1 is (lost|broken)",
+        r"rank 1 \(gpu02:1\): GPU 1 is (lost|broken)",
         1,
         None,
         ("run", "600"),

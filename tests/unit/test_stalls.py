@@ -394,8 +394,8 @@ def test_a_rank_that_computes_for_long_is_named_without_calling_it_a_stall(relea
 
 def test_ranks_that_are_all_idle_elsewhere_are_reported() -> None:
     run = Run(IDLE, quiet=True, waiting=seen(0, LOAD, group(11, 11)))
-    assert run.follow(100) == pytest.approx(45, abs=2)
-    assert run.watch.messages[0].startswith("stalled: waiting 45 s while no rank computes, reads or writes: ranks 0-1")
+    assert run.follow(100) == pytest.approx(90, abs=2)
+    assert run.watch.messages[0].startswith("stalled: waiting 90 s while no rank computes, reads or writes: ranks 0-1")
 
 
 def test_a_rank_that_writes_is_given_time() -> None:

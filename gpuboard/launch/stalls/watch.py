@@ -37,8 +37,8 @@ class StallTiming(msgspec.Struct, frozen=True):
     long_s: float = 300.0
     # wait for a rank that still imports torch
     importing_s: float = 60.0
-    # wait for ranks that are all quiet and not in a collective: a download, an input prompt
-    all_quiet_s: float = 45.0
+    # wait for ranks that are all quiet and not in a collective: a download, an input prompt, a save at the end
+    all_quiet_s: float = 90.0
     # first interval between two messages about the same stall; doubles each time
     repeat_s: float = 30.0
     # interval of inspections of ranks on GPUs, which may use a whole CPU while they wait
