@@ -171,6 +171,23 @@ async def test_only_visible_rows_are_made_and_only_changed_lines_drawn() -> None
         assert drawn == [4]  # below the header
 
 
+async def test_of_a_tall_row_only_the_changed_line_is_drawn() -> None:
+    def tall(*below: str) -> list[Row]:
+        return [Row("a", (Cell("a"), Cell("state"), Cell("words")), below=lambda: [Cell(text) for text in below])]
+
+    async with opened() as (_, grid, pilot):
+        grid.set_tall(3)
+        grid.set_rows(tall("curve", "reason"))
+        await pilot.pause()
+        drawn: list[int] = []
+        render_line = grid.render_line
+        grid.render_line = lambda y: (drawn.append(y), render_line(y))[1]  # type: ignore[method-assign,func-returns-value]
+        grid.set_rows(tall("other curve", "reason"))
+        await pilot.pause()
+        assert drawn == [2]  # below the header and the row's first line
+        assert lines(grid)[2:4] == [" other curve", " reason"]
+
+
 async def test_keys_move_the_cursor() -> None:
     async with opened() as (app, grid, pilot):
         grid.set_rows(many(100))

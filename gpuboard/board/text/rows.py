@@ -110,11 +110,11 @@ class Line(NamedTuple):
     below: tuple[Cell, ...] = ()
 
     def line(self, number: int) -> Line:
-        """Return one of the lines of a tall row; 0 is the first."""
+        """Return one of the lines of a tall row, without the others; 0 is the first."""
         if not number:
-            return self
+            return self._replace(below=())
         cell = self.below[number - 1] if number <= len(self.below) else Cell("")
-        return self._replace(cells=(cell._replace(rest=True),), group=False, marked=False)
+        return self._replace(cells=(cell._replace(rest=True),), group=False, marked=False, below=())
 
 
 def part_of(line: Line, number: int, tall: int) -> Line:
