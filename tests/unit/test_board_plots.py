@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.text.plots import bins, curve, meter, per_cell, plot, spark, time_axis
+from gpuboard.board.text.plots import bins, curve, meter, per_cell, plot, plotted, spark, time_axis
 from gpuboard.board.theme.styles import ASCII, UNICODE, Glyphs
 
 GLYPHS = pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
@@ -40,10 +40,10 @@ def test_in_ascii_a_curve_is_one_thin_line_too() -> None:
 
 def test_a_plot_has_an_axis_and_the_newest_at_the_right() -> None:
     times = [float(second) for second in range(300)]
-    lines = plot(times, [50.0] * 300, 15, 2, UNICODE, span_s=300, high=100)
+    lines = plot(plotted(times, [50.0] * 300, 15, UNICODE, span_s=300), 2, UNICODE, high=100)
     assert lines == [(" 100│", "⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀"), ("   0│", "          ")]
-    assert plot(times, [50.0] * 300, 15, 3, ASCII, span_s=300, high=700)[0][0] == " 700|"
-    assert plot([], [], 9, 2, UNICODE, span_s=300, high=100) == [(" 100│", "    "), ("   0│", "    ")]
+    assert plot(plotted(times, [50.0] * 300, 15, ASCII, span_s=300), 3, ASCII, high=700)[0][0] == " 700|"
+    assert plot(plotted([], [], 9, UNICODE, span_s=300), 2, UNICODE, high=100) == [(" 100│", "    "), ("   0│", "    ")]
 
 
 def test_the_axis_of_time_fits() -> None:
@@ -81,7 +81,8 @@ def test_a_peak_keeps_its_shape_while_it_moves_through_the_plot(glyphs: Glyphs) 
     drawn = []
     for count in range(1, 260):
         times = [peak_s + step_s * number for number in range(-20, count)]
-        lines = plot(times, [100.0 if time == peak_s else 3.0 for time in times], 65, 2, glyphs, span_s=300, high=100)
+        values = [100.0 if time == peak_s else 3.0 for time in times]
+        lines = plot(plotted(times, values, 65, glyphs, span_s=300), 2, glyphs, high=100)
         drawn.append([area for _, area in lines])
     peaks = {"'"} if glyphs.ascii else {"⣷", "⢸", "⡆"}
     assert {mark for top, _ in drawn for mark in top if mark != " "} <= peaks

@@ -10,7 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+from gpuboard.board.history.bins import slices
 from gpuboard.board.history.records import (
+    DECODE,
     FREE,
     MEMORY,
     PARTS,
@@ -85,6 +87,7 @@ class History:
         self._loaded: frozenset[str] = frozenset()
         self._due = float("-inf")
         self._binned: tuple[tuple[HistoryRecord, ...], int, list[int]] = ((), 0, [])  # for ``_places``
+        self._sliced: tuple[tuple[HistoryRecord, ...], dict[int, list[tuple[int, int]]]] = ((), {})  # for ``_slices``
 
     def add(self, snapshot: Snapshot, now: float) -> bool:
         """Take a sample if one is due; return whether it was taken.
@@ -175,6 +178,28 @@ class History:
         for at in range(1, bins - 1):
             if found[at] is None and samples[at - 1] and samples[at + 1]:
                 found[at] = found[at - 1]
+        return found
+
+    def peaks(self, uuid: str, plane: int, bins: int) -> list[float | None]:
+        """Return the highest value of a GPU in bins as those of ``means``; None where there is no sample.
+
+        A value holds until the next sample, over at most 2.5 periods.
+        """
+        records, columns = self._past.records[0], self._past.columns
+        number = columns.get(uuid)
+        if number is None or not records:
+            return [None] * bins
+        codes = [record.planes[plane] for record in records]
+        own = [each[number] if number < len(each) else 0 for each in codes]
+        return [DECODE[plane][max(own[first:end], default=0)] for first, end in self._slices(records, bins)]
+
+    def _slices(self, records: tuple[HistoryRecord, ...], bins: int) -> list[tuple[int, int]]:
+        """Return of each bin its records, or the one before that holds; computed once for all GPUs."""
+        if self._sliced[0] is not records:
+            self._sliced = records, {}
+        found = self._sliced[1].get(bins)
+        if found is None:
+            found = self._sliced[1][bins] = slices([record.at for record in records], SPAN_S / bins, bins)
         return found
 
     def _places(self, records: tuple[HistoryRecord, ...], bins: int) -> list[int]:

@@ -43,13 +43,18 @@ class BoardScreen(Screen[None]):
         """The app, typed."""
         return cast("BoardApp", self.app)
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._notice: Notice | None = None  # once it is mounted
+
     def on_mount(self) -> None:
         if self.NOTICE and self.is_attached:  # false where it was closed before it was drawn
-            self.mount(Notice(), before=0)
+            self._notice = Notice()
+            self.mount(self._notice, before=0)
 
     def notice(self, scene: Scene) -> None:
         """Update the notice for ``scene``. Called before each ``show``."""
-        for widget in self.query(Notice):
+        if (widget := self._notice) is not None:
             lines = [Text(scene.label, self.board.look.style("warn"))] if scene.label else []
             lines += [Text(words, self.board.look.style("bad")) for words in scene.banners]
             widget.display = bool(lines)

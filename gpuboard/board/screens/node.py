@@ -19,8 +19,7 @@ from gpuboard.board.text.detail.host import host_graphs, network_words
 from gpuboard.board.text.format import UNKNOWN, age, percent, reason_beside, short_model
 from gpuboard.board.text.gpu_row import degrees, device_owner, device_state, known, owner, state_runs
 from gpuboard.board.text.lines import NAME, Runs, above, named
-from gpuboard.board.text.plots import history as curve_of
-from gpuboard.board.text.plots import meter
+from gpuboard.board.text.plots import bins, curve, meter, per_cell
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
@@ -170,7 +169,8 @@ def _gpu_cells(
 
 def _trace(history: History, span: Span, glyphs: Glyphs, uuid: str) -> str:
     samples = history.of(uuid, span)
-    return curve_of(samples.times, samples.utilization, _TRACE, 1, glyphs, span_s=span.seconds, high=100.0)[0]
+    count = _TRACE * per_cell(glyphs)
+    return curve(bins(samples.times, samples.utilization, span.seconds / count, count), 1, glyphs, 0.0, 100.0)[0]
 
 
 def _memory_cells(of: GpuView | MigView, state: str, glyphs: Glyphs) -> tuple[Cell, Cell]:

@@ -127,8 +127,7 @@ class _Body(NamedTuple):
         titles = single_node.columns_for(tall)
         widths = share(titles, width - MARK_WIDTH)
         named = {titles[index].key: size for index, size in widths.items()}
-        samples = {place.gpu.uuid: history.of(place.gpu.uuid) for place in places}
-        layout = single_node.Layout(self.scene, samples, named, tall, self.look.glyphs)
+        layout = single_node.Layout(self.scene, history, named, tall, self.look.glyphs)
         made = [single_node.row_of(item, layout) for item in items]
         first = next((row for row in made if not row.group), None)
         found: list[Styled] = []

@@ -20,7 +20,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import fit, fit_runs, width
 from gpuboard.board.text.lines import Runs, wrapped
 from gpuboard.board.text.picture import size_for, split
-from gpuboard.board.text.plots import plot, time_axis
+from gpuboard.board.text.plots import plot, plotted, time_axis
 from gpuboard.board.text.single_node import tall_for
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.model.units import format_duration, seconds_of
@@ -167,10 +167,10 @@ def past_lines(facts: OverviewFacts, cells: int, most: int, glyphs: Glyphs) -> l
     low = (most - 3) // 2 if most >= 7 else 0  # lines of free GPUs; the border has their number, too
     total = max([1, *past.known])
     high = most - 2 - (low + 1 if low else 0)
-    used = plot(past.times, past.utilization, cells, high, glyphs, span_s=span_s, high=100.0)
+    used = plot(plotted(past.times, past.utilization, cells, glyphs, span_s=span_s), high, glyphs, high=100.0)
     lines: list[Runs] = [[("Utilization %", "dim")], *([(axis, "dim"), (line, "busy")] for axis, line in used)]
     if low:
-        free = plot(past.times, past.free, cells, low, glyphs, span_s=span_s, high=float(total))
+        free = plot(plotted(past.times, past.free, cells, glyphs, span_s=span_s), low, glyphs, high=float(total))
         lines += [[("Free GPUs", "dim")], *([(axis, "dim"), (line, "free")] for axis, line in free)]
     return [*lines, [(time_axis(cells, glyphs, span_s), "dim")]]
 

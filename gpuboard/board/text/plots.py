@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
-from statistics import median_low
 
+from gpuboard.board.history import slices
 from gpuboard.board.text.format import UNKNOWN
 from gpuboard.board.theme.styles import Glyphs
 
@@ -18,39 +17,18 @@ _STEP_CELLS = 11  # from mark to mark, at least; else there is only the first
 _STROKES = "_-'"  # of a curve in ASCII, from low to high in a cell
 _BRAILLE = 0x2800  # the pattern without dots; Unicode numbers the dots of the two columns from the top
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-_HELD = 2.5  # periods: a value holds until the next sample, at most this long; then a gap begins
 
 
 def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> list[float | None]:
     """Return the highest value in each of the ``count`` newest bins of ``bin_s`` seconds, the last with the newest one.
 
-    Bins begin at multiples of ``bin_s`` of the (ascending) ``times``, so that a drawn plot only shifts. Where there are
-    fewer samples than bins, a value holds until the next sample is due or a sample has no value. A bin without a value
-    is None.
+    Bins are those of ``slices``; one without a value is None.
     """
-    peaks: list[float | None] = [None] * count
-    held: list[float | None] = [None] * count
-    for (at, end), value in zip(_places(tuple(times), bin_s, count), values, strict=True):
-        if value is None or end <= 0:
-            continue
-        if at >= 0 and ((peak := peaks[at]) is None or value > peak):
-            peaks[at] = value
-        for empty in range(max(0, at + 1), end):
-            held[empty] = value
-    return [before if peak is None else peak for peak, before in zip(peaks, held, strict=True)]
+    found = _slices(tuple(times), bin_s, count)
+    return [max((value for value in values[first:end] if value is not None), default=None) for first, end in found]
 
 
-@lru_cache(maxsize=64)  # the same for all GPUs
-def _places(times: tuple[float, ...], bin_s: float, count: int) -> list[tuple[int, int]]:
-    """Return of each sample its bin, and the one before which it ends; negative before the first bin."""
-    period_s = median_low([later - time for time, later in pairwise(times)]) if len(times) > 1 else bin_s
-    first = (int(times[-1] // bin_s) if times else 0) - count + 1
-    found = []
-    for time, later in zip(times, (*times[1:], *times[-1:]), strict=True):
-        until = time + period_s if later - time > _HELD * period_s else later
-        at = int(time // bin_s)
-        found.append((at - first, max(at + 1, -int(-until // bin_s)) - first))
-    return found
+_slices = lru_cache(maxsize=64)(slices)  # the same for all graphs of a GPU
 
 
 def spark(values: Values, cells: int, glyphs: Glyphs) -> str:
@@ -126,32 +104,32 @@ def _ascii_curve(values: Values, height: int, low: float, high: float) -> list[s
     return ["".join(row) for row in reversed(rows)]
 
 
-def history(
-    times: Sequence[float], values: Values, cells: int, height: int, glyphs: Glyphs, *, span_s: float, high: float
-) -> list[str]:
-    """Return a curve of the last ``span_s`` seconds from 0 to ``high``, the newest sample at the right."""
-    count = cells * per_cell(glyphs)
-    return curve(bins(times, values, span_s / count, count), height, glyphs, 0.0, high)
+def plotted(times: Sequence[float], values: Values, width: int, glyphs: Glyphs, *, span_s: float) -> Values:
+    """Return the values that a plot of ``width`` shows of the last ``span_s`` seconds: ``per_cell`` in each cell."""
+    count = _area(width) * per_cell(glyphs)
+    return bins(times, values, span_s / count, count)
 
 
-def plot(
-    times: Sequence[float], values: Values, width: int, height: int, glyphs: Glyphs, *, span_s: float, high: float
-) -> list[tuple[str, str]]:
-    """Return a plot from 0 to ``high`` over the last ``span_s`` seconds: lines as (axis, area), each of fixed width.
+def plot(values: Values, height: int, glyphs: Glyphs, *, high: float) -> list[tuple[str, str]]:
+    """Return a plot of ``plotted`` values from 0 to ``high``: lines as (axis, area), each of fixed width.
 
     The axis has numbers at its top and bottom; the newest sample is at the right.
     """
-    cells = max(1, width - _LABEL - 1)
-    lines = history(times, values, cells, height, glyphs, span_s=span_s, high=high)
+    lines = curve(values, height, glyphs, 0.0, high)
     wall = "|" if glyphs.ascii else "│"
     labels = ["", *[""] * (height - 2), "0"][:height] if height > 1 else [""]
     labels[0] = f"{high:.0f}"
     return [(f"{label:>{_LABEL}}{wall}", line) for label, line in zip(labels, lines, strict=True)]
 
 
+def _area(width: int) -> int:
+    """Return the cells of a plot without its axis."""
+    return max(1, width - _LABEL - 1)
+
+
 def time_axis(width: int, glyphs: Glyphs, span_s: float) -> str:
     """Return the time axis below a plot: its span, and parts of it where there is room."""
-    cells = max(1, width - _LABEL - 1)
+    cells = _area(width)
     unit, name, step = next(each for each in _UNITS if span_s <= each[0] * each[2] * _STEPS)
     marks = {0: f"{span_s / unit:.0f} {name} ago "}
     if cells >= _STEP_CELLS * span_s / unit / step:

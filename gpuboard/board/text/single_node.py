@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.style import Style
 
 from gpuboard.board.arrange import Group
-from gpuboard.board.history import SPAN_S, Samples
+from gpuboard.board.history import MEMORY, POWER, UTILIZATION, History
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import fit, width
 from gpuboard.board.text.format import UNKNOWN, age, pair, percent, short_model
@@ -29,7 +29,7 @@ from gpuboard.board.text.gpu_row import (
 )
 from gpuboard.board.text.lines import wrapped
 from gpuboard.board.text.picture import group_words, trouble_role
-from gpuboard.board.text.plots import Values, history, meter, metered
+from gpuboard.board.text.plots import curve, meter, metered, per_cell
 from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key, with_values
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
@@ -44,6 +44,7 @@ _METER_LEAST = 3  # cells; a shorter meter shows nothing
 _LIMIT_FROM = 14  # cells from which power stands beside its limit
 _HOST_METER = 12
 _METERS = frozenset({"utilization", "memory", "power"})
+_PLANES = {"trace": UTILIZATION, "utilization": UTILIZATION, "memory": MEMORY, "power": POWER}
 
 TITLES = (Column("gpu", "GPU", 3, right=True), *PROCESS_COLUMNS)
 
@@ -52,7 +53,7 @@ class Layout(NamedTuple):
     """What the drawing of a row depends on besides its GPU."""
 
     scene: Scene
-    samples: Mapping[str, Samples]  # by UUID
+    history: History
     widths: Mapping[str, int]  # of the columns that fit, by key
     tall: int  # lines per row: the meters, the reason from 2, curves of the last minutes from 3
     glyphs: Glyphs
@@ -66,15 +67,14 @@ class Layout(NamedTuple):
 
     def trace(self, column: str, of: GpuView | MigView, height: int) -> list[str]:
         """Return the last minutes of a reading as ``height`` lines as wide as its column."""
-        samples = self.samples.get(of.uuid, Samples())
-        values: Values = samples.utilization
-        high = 100.0
+        size, high = self.widths[column], 100.0
+        values = self.history.peaks(of.uuid, _PLANES[column], size * per_cell(self.glyphs))
         if column == "memory":
-            values, high = samples.memory, 1.0
+            high = 1.0
         elif column == "power":
             limit = of.power_limit if isinstance(of, GpuView) else None
-            values, high = samples.power, limit or max((watts for watts in samples.power if watts), default=1)
-        return history(samples.times, values, self.widths[column], height, self.glyphs, span_s=SPAN_S, high=high)
+            high = limit or max((watts for watts in values if watts), default=1)
+        return curve(values, height, self.glyphs, 0.0, high)
 
 
 def tall_for(node: NodeView, rows: int, height: int) -> int:

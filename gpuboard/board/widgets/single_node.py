@@ -33,11 +33,10 @@ class MeterGrid(Grid):
         """Show the rows of ``arrange`` for a scene in ``tall`` lines each."""
         self.set_columns(text.columns_for(tall))
         self.set_tall(tall)
-        samples = {item.gpu.uuid: self._history.of(item.gpu.uuid) for item in items if isinstance(item, Place)}
 
         def row(item: Shown) -> Row:
             widths = {self.columns[index].key: size for index, size in self._widths.items()}  # as they are when drawn
-            return text.row_of(item, text.Layout(scene, samples, widths, tall, self._look.glyphs))
+            return text.row_of(item, text.Layout(scene, self._history, widths, tall, self._look.glyphs))
 
         self.set_rows(LazyRows(with_devices(items), row_key, row))
 

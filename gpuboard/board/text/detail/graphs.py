@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gpuboard.board.history import FIVE_MINUTES, Span
 from gpuboard.board.text.cells import fit, width
 from gpuboard.board.text.lines import NAME, Runs
-from gpuboard.board.text.plots import Values, bins, per_cell, plot, time_axis
+from gpuboard.board.text.plots import Values, per_cell, plot, plotted, time_axis
 from gpuboard.board.theme.styles import Glyphs
 
 _TWO_COLUMNS = 72  # least width for two graphs side by side
@@ -86,12 +86,10 @@ def _lines(graph: Graph, frame: GraphFrame) -> list[Runs]:
         summary = summary.rpartition("  ")[2] if len(summary.rpartition("  ")[2]) + 2 <= room else ""
     now = fit(graph.now, frame.width - NAME - len(summary))
     lines: list[Runs] = [[(graph.name.ljust(NAME), "dim"), (now, role), (summary, "dim")]]
-    seconds = frame.span.seconds
-    rows = plot(graph.times, graph.values, frame.width, frame.height, frame.glyphs, span_s=seconds, high=graph.high)
+    values = plotted(graph.times, graph.values, frame.width, frame.glyphs, span_s=frame.span.seconds)
+    rows = plot(values, frame.height, frame.glyphs, high=graph.high)
     each = per_cell(frame.glyphs)
-    count = len(rows[0][1]) * each
-    values = bins(graph.times, graph.values, seconds / count, count)
-    cells = [[value for value in values[at : at + each] if value is not None] for at in range(0, count, each)]
+    cells = [[value for value in values[at : at + each] if value is not None] for at in range(0, len(values), each)]
     roles = ["" if not known else "dim" if frame.dim else _role(graph, max(known)) for known in cells]
     for number, (label, area) in enumerate(rows):
         track = _TRACKS[frame.glyphs.ascii] if number == 0 else " "
