@@ -58,6 +58,7 @@ SPAN_S = FIVE_MINUTES.seconds
 _PERIODS_S = ((512, 1.0), (2048, 2.0))  # (GPUs at most, seconds per sample), …
 _PERIOD_S = 5.0  # … and above that
 _SHOWN = (UTILIZATION, MEMORY, TEMPERATURE, POWER, PEAK)  # the fields of Samples and HostSamples
+_PEAKS_KEPT = 256  # curves
 _SPARE = 64  # GPUs that are gone are kept, up to as many as there are and this number
 
 
@@ -87,6 +88,10 @@ class History:
         self._loaded: frozenset[str] = frozenset()
         self._due = float("-inf")
         self._binned: tuple[tuple[HistoryRecord, ...], int, list[int]] = ((), 0, [])  # for ``_places``
+        self._changes = 0  # how often samples were taken away, added below others or given other columns
+        self._peaks: dict[
+            tuple[str, int, int], tuple[tuple[int, float], list[float | None]]
+        ] = {}  # by GPU, plane, bins
         self._sliced: tuple[tuple[HistoryRecord, ...], dict[int, list[tuple[int, int]]]] = ((), {})  # for ``_slices``
 
     def add(self, snapshot: Snapshot, now: float) -> bool:
@@ -110,6 +115,7 @@ class History:
             for span, records in ((HOUR, hour), (DAY, [days[at] for at in sorted(days)])):
                 found.append(tuple(record for record in records if _oldest(span, now) < record.at <= now))
             self._past = Past(tuple(found), past.columns)
+            self._changes += 1
             self._loaded |= kept.columns.keys()
             self._totals = {}
 
@@ -181,17 +187,26 @@ class History:
         return found
 
     def peaks(self, uuid: str, plane: int, bins: int) -> list[float | None]:
-        """Return the highest value of a GPU in bins as those of ``means``; None where there is no sample.
+        """Return the highest value of a GPU in bins as those of ``means``, up to the newest that has ended.
 
-        A value holds until the next sample, over at most 2.5 periods.
+        A value holds until the next sample, over at most 2.5 periods. None where there is no sample.
         """
+        changes = self._changes
         records, columns = self._past.records[0], self._past.columns
         number = columns.get(uuid)
         if number is None or not records:
             return [None] * bins
+        newest = changes, records[-1].at * bins // SPAN_S
+        kept = self._peaks.get((uuid, plane, bins))
+        if kept is not None and kept[0] == newest:
+            return kept[1]
         codes = [record.planes[plane] for record in records]
         own = [each[number] if number < len(each) else 0 for each in codes]
-        return [DECODE[plane][max(own[first:end], default=0)] for first, end in self._slices(records, bins)]
+        found = [DECODE[plane][max(own[first:end], default=0)] for first, end in self._slices(records, bins)]
+        if len(self._peaks) > _PEAKS_KEPT:
+            self._peaks = {}
+        self._peaks[uuid, plane, bins] = newest, found
+        return found
 
     def _slices(self, records: tuple[HistoryRecord, ...], bins: int) -> list[tuple[int, int]]:
         """Return of each bin its records, or the one before that holds; computed once for all GPUs."""
@@ -199,7 +214,8 @@ class History:
             self._sliced = records, {}
         found = self._sliced[1].get(bins)
         if found is None:
-            found = self._sliced[1][bins] = slices([record.at for record in records], SPAN_S / bins, bins)
+            times = [record.at for record in records]
+            found = self._sliced[1][bins] = slices(times, SPAN_S / bins, bins + 1)[:-1]
         return found
 
     def _places(self, records: tuple[HistoryRecord, ...], bins: int) -> list[int]:
@@ -244,6 +260,7 @@ class History:
         own = keys(snapshot.nodes)
         if len(self._past.columns) > _SPARE + 2 * len(own) + len(self._loaded):
             self._past = only(self._past, own | self._loaded)
+            self._changes += 1
         records, columns = self._past.records, dict(self._past.columns)
         new = sample(snapshot.nodes, columns, now)
         newest = tuple(one for one in records[0] if one.at > now - FIVE_MINUTES.seconds)
@@ -280,6 +297,7 @@ class History:
             for each, span in zip(records, SPANS, strict=True)
         )
         self._past = Past(tuple(ended), columns)
+        self._changes += 1
         self._due = now
 
 

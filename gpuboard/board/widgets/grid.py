@@ -314,6 +314,7 @@ class Grid(Dragging, can_focus=True):
         first = self._first
         last = min(len(self._rows), -(-(top + self._space_below) // tall))
         width = self.size.width
+        changed: list[Region] = []
         lines = {} if only is None else self._lines
         for index in range(first, last) if only is None else only:
             if not first <= index < last:
@@ -329,14 +330,15 @@ class Grid(Dragging, can_focus=True):
                     pairs = zip(lines_of(drawn[0], tall), lines_of(line, tall), strict=True)
                     same = [number for number, (before, after) in enumerate(pairs) if before == after]
                 lines[index] = (line, {n: drawn[1][n] for n in same if n in drawn[1]} if drawn else {})
-                for number in set(range(tall)).difference(same):
-                    self.refresh(Region(0, index * tall - top + HEADER + number, width, 1))
-        if only is not None:
-            return
-        if len(self._lines) > last - first or not self._rows:  # fewer rows: clear the lines below them
-            below = last * tall - top
-            self.refresh(Region(0, below + HEADER, width, max(0, self._space_below - below)))
-        self._lines = lines
+                y = index * tall - top + HEADER
+                changed += (Region(0, y + number, width, 1) for number in range(tall) if number not in same)
+        if only is None:
+            if len(self._lines) > last - first or not self._rows:  # fewer rows: clear the lines below them
+                below = last * tall - top
+                changed.append(Region(0, below + HEADER, width, max(0, self._space_below - below)))
+            self._lines = lines
+        if changed:
+            self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
         """Return a line of the widget: the header, a row, or the text without rows."""

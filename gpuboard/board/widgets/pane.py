@@ -42,9 +42,9 @@ class Pane(Widget):
         if len(old) != len(self._lines):
             self.refresh(layout=True)
             return
-        for y, (before, after) in enumerate(zip(old, self._lines, strict=True)):
-            if before != after:
-                self.refresh(Region(0, y, self.size.width, 1))
+        pairs = enumerate(zip(old, self._lines, strict=True))
+        if changed := [Region(0, y, self.size.width, 1) for y, (before, after) in pairs if before != after]:
+            self.refresh(*changed)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """Return how many lines there are at ``width``."""
