@@ -87,7 +87,9 @@ def test_a_peak_keeps_its_shape_while_it_moves_through_the_plot(glyphs: Glyphs) 
     peaks = {"'"} if glyphs.ascii else {"⣷", "⢸", "⡆"}
     assert {mark for top, _ in drawn for mark in top if mark != " "} <= peaks
     ends = [len(top.rstrip()) for top, _ in drawn]
-    assert ends == sorted(ends, reverse=True)
+    first = next(number for number, end in enumerate(ends) if end)
+    assert first <= 5  # once the peak's bin has ended, of 5 s in ASCII
+    assert ends[first:] == sorted(ends[first:], reverse=True)
 
 
 @given(st.lists(st.tuples(st.floats(0.5, 1.9), st.floats(0, 100)), min_size=2, max_size=40), st.integers(1, 60))

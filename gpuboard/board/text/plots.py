@@ -15,6 +15,7 @@ _UNITS = ((60.0, "min", 1), (60.0, "min", 15), (3600.0, "h", 6))  # of time axes
 _STEPS = 6  # marks at most
 _STEP_CELLS = 11  # from mark to mark, at least; else there is only the first
 _STROKES = "_-'"  # of a curve in ASCII, from low to high in a cell
+_SHORT_S = 10.0
 _BRAILLE = 0x2800  # the pattern without dots; Unicode numbers the dots of the two columns from the top
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
@@ -105,9 +106,13 @@ def _ascii_curve(values: Values, height: int, low: float, high: float) -> list[s
 
 
 def plotted(times: Sequence[float], values: Values, width: int, glyphs: Glyphs, *, span_s: float) -> Values:
-    """Return the values that a plot of ``width`` shows of the last ``span_s`` seconds: ``per_cell`` in each cell."""
+    """Return the values that a plot of ``width`` shows of the last ``span_s`` seconds: ``per_cell`` in each cell.
+
+    The newest is of the newest bin, or, where bins are short, of the newest that has ended: so a plot seldom changes.
+    """
     count = _area(width) * per_cell(glyphs)
-    return bins(times, values, span_s / count, count)
+    bin_s = span_s / count
+    return bins(times, values, bin_s, count + 1)[:-1] if bin_s < _SHORT_S else bins(times, values, bin_s, count)
 
 
 def plot(values: Values, height: int, glyphs: Glyphs, *, high: float) -> list[tuple[str, str]]:

@@ -132,6 +132,7 @@ class Grid(Dragging, can_focus=True):
         self._space = 0  # the width shared by the columns
         self._widths: dict[int, int] = {}  # by index of a column; columns that do not fit are missing
         self._lines: dict[int, tuple[Line, dict[int, Strip]]] = {}  # by index of a row: its lines as drawn, by number
+        self._base = Style()  # of the widget as it is drawn
         self._drawn_with: Look | None = None
 
     # Public interface
@@ -340,16 +341,20 @@ class Grid(Dragging, can_focus=True):
         if changed:
             self.refresh(*changed)
 
-    def render_line(self, y: int) -> Strip:
-        """Return a line of the widget: the header, a row, or the text without rows."""
-        base = self.visual_style.rich_style
-        width = self.scrollable_content_region.width
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Return lines of the widget, its margins included."""
+        self._base, width = self.visual_style.rich_style, self.scrollable_content_region.width  # slow: once for all
         if self._drawn_with is not self._look:
             self._drawn_with = self._look
             self._lines.clear()
         if width != self._space:
             self._share()  # the first frame is drawn before the resize event
             self._lines.clear()
+        return super().render_lines(crop)
+
+    def render_line(self, y: int) -> Strip:
+        """Return a line of the widget: the header, a row, or the text without rows."""
+        base, width = self._base, self._space
         if y < HEADER:
             titles = header_runs(
                 self.columns, self._widths, self._sort, indent=self._indent, width=width, base=base, look=self._look

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import groupby
 from math import inf
 from typing import NamedTuple
@@ -51,6 +52,19 @@ class Graph(NamedTuple):
         return f"mean {self.words(sum(known) / len(known))}  peak {self.words(max(peaks, default=0.0))}"
 
 
+class Scale(NamedTuple):
+    """The highest value of a graph's plot, and the roles of its line."""
+
+    high: float
+    role: str
+    warn: float
+    bad: float
+
+    def role_of(self, value: float) -> str:
+        """Return the role of the line at a value."""
+        return "bad" if value >= self.bad else "warn" if value >= self.warn else self.role
+
+
 def graph_width(frame: GraphFrame) -> int:
     """Return the cells of each of several graphs."""
     return (frame.width - _GAP * (_columns(frame) - 1)) // _columns(frame)
@@ -87,10 +101,17 @@ def _lines(graph: Graph, frame: GraphFrame) -> list[Runs]:
     now = fit(graph.now, frame.width - NAME - len(summary))
     lines: list[Runs] = [[(graph.name.ljust(NAME), "dim"), (now, role), (summary, "dim")]]
     values = plotted(graph.times, graph.values, frame.width, frame.glyphs, span_s=frame.span.seconds)
-    rows = plot(values, frame.height, frame.glyphs, high=graph.high)
+    return [*lines, *_drawn(tuple(values), frame, Scale(graph.high, graph.role, graph.warn, graph.bad))]
+
+
+@lru_cache(maxsize=32)  # with short bins a plot stays as it is for some seconds
+def _drawn(values: tuple[float | None, ...], frame: GraphFrame, scale: Scale) -> list[Runs]:
+    """Return the lines of a plot, each of the full width."""
+    rows = plot(values, frame.height, frame.glyphs, high=scale.high)
     each = per_cell(frame.glyphs)
     cells = [[value for value in values[at : at + each] if value is not None] for at in range(0, len(values), each)]
-    roles = ["" if not known else "dim" if frame.dim else _role(graph, max(known)) for known in cells]
+    roles = ["" if not known else "dim" if frame.dim else scale.role_of(max(known)) for known in cells]
+    lines: list[Runs] = []
     for number, (label, area) in enumerate(rows):
         track = _TRACKS[frame.glyphs.ascii] if number == 0 else " "
         marks = [
@@ -101,7 +122,3 @@ def _lines(graph: Graph, frame: GraphFrame) -> list[Runs]:
         rest = frame.width - len(label) - len(area)
         lines.append([(label, "dim"), *joined, *([(" " * rest, "")] if rest > 0 else [])])
     return lines
-
-
-def _role(graph: Graph, value: float) -> str:
-    return "bad" if value >= graph.bad else "warn" if value >= graph.warn else graph.role
