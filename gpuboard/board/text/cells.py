@@ -51,7 +51,7 @@ def inert(text: str) -> str:
 
 def width(text: str) -> int:
     """Return the width of ``inert(text)`` in terminal cells."""
-    return _width(inert(text))
+    return cells_of(inert(text))
 
 
 def fit(text: str, size: int) -> str:
@@ -67,10 +67,15 @@ def fit_runs(
     """Return runs of (text, style) that take exactly ``size`` terminal cells; ``pad`` is the style of padding."""
     fitted: list[tuple[str, S]] = []
     left = size
+    reordered = False
     for text, style in runs:
-        # A cell takes at most three characters (two marks): avoids cleaning all of a 10 kB title.
-        clean = inert(text[: 4 * left + 8])
-        used = _width(clean)
+        if _plain(text):
+            clean, used = text, len(text)
+        else:
+            # A cell takes at most three characters (two marks): avoids cleaning all of a 10 kB title.
+            clean = inert(text[: 4 * left + 8])
+            used = cells_of(clean)
+            reordered = reordered or _reorders(clean)
         if used > left:
             if left <= 0 and fitted:  # full, and there is more text: make space for the ellipsis
                 clean, last = fitted.pop()
@@ -83,14 +88,15 @@ def fit_runs(
         if clean:
             fitted.append((clean, style))
             left -= used
-    if any(_reorders(text) for text, _ in fitted):
+    if reordered:
         fitted.append((_LEFT_TO_RIGHT, pad))
     if left > 0:
         fitted.insert(0 if right else len(fitted), (" " * left, pad))
     return fitted
 
 
-def _width(clean: str) -> int:
+def cells_of(clean: str) -> int:
+    """Return the width of text from ``inert`` in terminal cells."""
     return len(clean) if _plain(clean) else cell_len(clean)
 
 
@@ -110,4 +116,4 @@ def _cut(text: str, size: int, ellipsis: str) -> Iterable[str]:
 
 
 def _reorders(text: str) -> bool:
-    return not _plain(text) and any(unicodedata.bidirectional(char) in {"R", "AL", "AN"} for char in text)
+    return any(unicodedata.bidirectional(char) in {"R", "AL", "AN"} for char in text)

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 
-from gpuboard.board.text.cells import fit_runs
+from gpuboard.board.text.cells import cells_of, fit_runs
 from gpuboard.board.theme.styles import Look
 
 if TYPE_CHECKING:
@@ -261,7 +261,20 @@ def strip(runs: Iterable[tuple[str, Style]], pad: Style, width: int) -> Strip:
     """Return runs as one line of exactly ``width`` terminal cells."""
     from textual.strip import Strip  # late: the first frame is drawn before textual is there
 
-    return Strip(Segment(text, style) for text, style in runs).adjust_cell_length(width, pad).simplify()
+    segments: list[Segment] = []
+    size = 0
+    joined, last = "", pad
+    for text, style in runs:
+        size += cells_of(text)
+        if style is last:
+            joined += text
+        else:
+            if joined:
+                segments.append(Segment(joined, last))
+            joined, last = text, style
+    if joined:
+        segments.append(Segment(joined, last))
+    return Strip(segments, size).adjust_cell_length(width, pad)
 
 
 def _style(style: str | Style, look: Look) -> Style:
