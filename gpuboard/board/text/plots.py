@@ -26,7 +26,7 @@ def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> li
     Bins are those of ``slices``; one without a value is None.
     """
     found = _slices(tuple(times), bin_s, count)
-    return [max((value for value in values[first:end] if value is not None), default=None) for first, end in found]
+    return [max([value for value in values[first:end] if value is not None], default=None) for first, end in found]
 
 
 _slices = lru_cache(maxsize=64)(slices)  # the same for all graphs of a GPU

@@ -6,7 +6,7 @@ A line about the host, a row with meters per GPU, of as many lines as there is r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from rich.style import Style
@@ -87,6 +87,7 @@ def tall_for(node: NodeView, rows: int, height: int) -> int:
     return max(1, min(room, _TALLEST))
 
 
+@lru_cache
 def columns_for(tall: int) -> tuple[Column, ...]:
     """Return the columns for rows of ``tall`` lines: what stands in a further line is no column."""
     columns = [
