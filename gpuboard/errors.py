@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 from gpuboard.model.text import lines
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gpuboard.model.request import Refusal
 
 
@@ -14,7 +16,7 @@ ExitCode = Literal[1, 2, 3, 4, 5, 6, 130]
 
 
 class GpuboardError(Exception):
-    """Base of all errors. ``exit_code`` is the command's exit code (DESIGN: exit codes).
+    """Base of all errors. ``exit_code`` is the command's exit code (``gpuboard --help`` lists them).
 
     The message is safe to print and to encode, whatever it quotes: no control characters except line ends, and no
     surrogates.
@@ -63,9 +65,13 @@ class NoSuchLease(GpuboardError):
 
 
 class NoNodeReached(GpuboardError):
-    """No node could be read."""
+    """No node could be read; ``nodes``: their names, where these are known."""
 
     exit_code = 6
+
+    def __init__(self, message: str, nodes: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.nodes = nodes
 
 
 class Interrupted(GpuboardError):

@@ -128,7 +128,7 @@ class CompositeLedger:
             try:
                 found = ledger.find(left)
             except NoNodeReached as error:
-                return Found(leases, unread=unread, unreached=error)
+                return Found(leases, unread=[*unread, *error.nodes], unreached=error)
             leases += found.leases
             unread += found.unread
             left = list(found.missing)

@@ -138,7 +138,7 @@ def test_unread_nodes_are_reported(here: Here) -> None:
         "no leases on the nodes that were read",
         "not read, so leases there are not listed: gone; `gpuboard status` shows why",
     ]
-    for command in (["release", "zzzzzz"], ["renew", "zzzzzz", "--for", "1h"]):
+    for command in (["release", "zzzzzz"], ["renew", "zzzzzz", "--for", "1h"], ["env", "zzzzzz", "--format", "env"]):
         done = here.run(*command)
         assert done.returncode == 1, "5 would mean that it has ended"
         assert "it may be on a node without a reading: gone" in done.stderr
@@ -150,6 +150,9 @@ def test_unread_nodes_are_reported(here: Here) -> None:
         == "gpuboard: nodes without a reading: gone; your leases there, if any, remain until their holders end\n"
     )
     assert json.loads(here.run("release", "--mine", "--json").stdout)["unread"] == ["gone"]
+    here.config('nodes = ["gone"]\n')
+    done = here.run("release", "--mine", "--json")
+    assert (done.returncode, json.loads(done.stdout)["unread"]) == (6, ["gone"])
 
 
 def test_json_of_leases_is_one_line_of_schema_1(here: Here) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from gpuboard.agent.claims import store as claims
-from gpuboard.errors import NoSuchLease
+from gpuboard.errors import GpuboardError, NoSuchLease
 from gpuboard.leases.claims import client as ledger
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.reading import Claim, Holder
@@ -305,3 +305,9 @@ def test_a_lease_that_is_not_found_has_a_reason(text: str, words: str) -> None:
     with pytest.raises(NoSuchLease) as caught:
         ledger.find(text, MANY, UIDS)
     assert (str(caught.value), caught.value.exit_code) == (words, 5)
+
+
+def test_a_lease_may_be_on_a_node_without_a_reading() -> None:
+    with pytest.raises(GpuboardError, match=r"it may be on a node without a reading: gpu03") as caught:
+        ledger.find("bob", MANY, UIDS, ["gpu03"])
+    assert caught.value.exit_code == 1

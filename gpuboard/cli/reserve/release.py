@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
             print(f"released {each.lease}: {gpus_text(each.gpus) or 'it held no GPUs'}")
         if not found.leases and found.unreached is None:
             print(f"you have no leases{' on the nodes that were read' if found.unread else ''}")
-    if args.mine and found.unread:
+    if args.mine and found.unread and found.unreached is None:
         names = ", ".join(clean(name, 64) for name in found.unread)
         report(f"nodes without a reading: {names}; your leases there, if any, remain until their holders end")
     for failure in failed:

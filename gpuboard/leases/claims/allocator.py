@@ -359,7 +359,7 @@ class ClaimsAllocator:
         snapshot = self._fleet.snapshot()
         if all(node.age_s is None for node in snapshot.nodes):
             raise NoNodeReached("no node could be reached; `gpuboard status` shows why")
-        mine = client.find(text, self._fleet.claims(), self._fleet.uids())
+        mine = client.find(text, self._fleet.claims(), self._fleet.uids(), client.unread_nodes(snapshot))
         if unread := sorted(set(mine.nodes) - set(mine.gpus)):
             raise NotFree(Refusal(4, f"no reading from {', '.join(unread)}, where lease {mine.lease} has GPUs too"))
         within = tuple(uuid for uuids in mine.gpus.values() for uuid in uuids)
@@ -374,7 +374,7 @@ class ClaimsAllocator:
         lease = self._seen(mine.lease, snapshot)
         if lease is None:
             raise NoSuchLease(f"lease {mine.lease} has just ended")
-        return self._allocation(lease, gpus, answer.why, snapshot)
+        return self._allocation(lease, gpus, f"lease {mine.lease}" if n is None else answer.why, snapshot)
 
     def _seen_whole(self, lease: str) -> bool:
         """Return whether every node of a lease of the caller has been read: others may hang."""

@@ -24,7 +24,7 @@ from gpuboard.model.units import iso
 from gpuboard.transport.base import CallFailed, LinkLost
 
 if TYPE_CHECKING:
-    from gpuboard.model.snapshot import NodeView
+    from gpuboard.model.snapshot import NodeView, Snapshot
 
 T = TypeVar("T")
 LeaseFlag = Literal["disputed", "unread", "partial"]  # see :func:`leases_of`
@@ -248,13 +248,28 @@ def mine(claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> dict
     return {lease: Mine(lease, gpus, sorted(named[lease])) for lease, gpus in found.items()}
 
 
-def find(text: str, claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> Mine:
-    """Return the caller's lease with this id or unique prefix. Raises NoSuchLease with the reason."""
+def find(
+    text: str, claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int], unread: Collection[str] = ()
+) -> Mine:
+    """Return the caller's lease with this id or unique prefix.
+
+    Raises NoSuchLease with the reason, GpuboardError where it may be on one of the nodes ``unread``.
+    """
     ours = mine(claims, uids)
     if (lease := matching(text, ours)) is not None:
         return ours[lease]
     owners = {c.owner for found in claims.values() for c in found if c.lease == text and c.state == "live"}
-    raise not_yours(text, owners) if owners else no_such_lease(text, ours)
+    if owners:
+        raise not_yours(text, owners)
+    error = no_such_lease(text, ours)
+    if unread:
+        raise GpuboardError(f"{error}; it may be on a node without a reading: {', '.join(unread)}")
+    raise error
+
+
+def unread_nodes(snapshot: Snapshot) -> list[str]:
+    """Return the nodes whose claims are unknown now."""
+    return [node.name for node in snapshot.nodes if node.state != "up" or node.claims_error is not None]
 
 
 def indexes(nodes: Iterable[NodeView]) -> dict[str, dict[str, int]]:

@@ -10,7 +10,7 @@ import msgspec
 
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory.nodes import local_node, node_by_uuids, own_uuids
-from gpuboard.errors import GpuboardError, NoNodeReached, NoSuchLease, UsageError
+from gpuboard.errors import GpuboardError, NoNodeReached, UsageError
 from gpuboard.leases.ledger import (
     NO_OPTIONS,
     AmbiguousLease,
@@ -110,7 +110,7 @@ class ClaimsLedger:
         from gpuboard.model.units import iso
 
         now = time.time()
-        unread = _unread(snapshot)
+        unread = client.unread_nodes(snapshot)
         skipped = set(unread)
         current = {node: claims for node, claims in fleet.claims().items() if node not in skipped}
         index = client.indexes(node for node in snapshot.nodes if current.get(node.name))
@@ -125,7 +125,7 @@ class ClaimsLedger:
         if not nodes:
             return Found([], {text: no_such_lease(text, ()) for text in ids})
         fleet, snapshot = self._read(nodes)
-        unread = _unread(snapshot)
+        unread = client.unread_nodes(snapshot)
         claims, uids = fleet.claims(), fleet.uids()
         shown = client.leases_of(claims, client.indexes(snapshot.nodes), time.time(), client.holder_alive, uids)
         if not ids:
@@ -134,10 +134,10 @@ class ClaimsLedger:
         missing: dict[str, GpuboardError] = {}
         for text in ids:
             try:
-                each = client.find(text, claims, uids)
+                each = client.find(text, claims, uids, unread)
             except AmbiguousLease:
                 raise
-            except NoSuchLease as error:
+            except GpuboardError as error:
                 theirs = {
                     node: [c.uuid for c in on if c.lease == text and c.state == "live"] for node, on in claims.items()
                 }
@@ -146,10 +146,6 @@ class ClaimsLedger:
                     each = client.Mine(text, for_root, sorted(for_root))
                 elif any(theirs.values()):
                     raise
-                elif unread:
-                    where = ", ".join(unread)
-                    missing[text] = GpuboardError(f"{error}; it may be on a node without a reading: {where}")
-                    continue
                 else:
                     missing[text] = error
                     continue
@@ -213,7 +209,8 @@ class ClaimsLedger:
         self._fleet = self._open(nodes)
         snapshot = self._settle(self._fleet)
         if all(node.age_s is None for node in snapshot.nodes):
-            raise NoNodeReached("no node could be reached; `gpuboard status` shows why")
+            names = [node.name for node in nodes]
+            raise NoNodeReached("no node could be reached; `gpuboard status` shows why", names)
         return self._fleet, snapshot
 
     def _connected(self, lease: Lease) -> Fleet:
@@ -271,11 +268,6 @@ class ScopeFleet:
         """Close the connections that were opened here."""
         if not self.is_running:
             self.fleet.close()
-
-
-def _unread(snapshot: Snapshot) -> list[str]:
-    """Return the nodes whose claims are unknown now."""
-    return [node.name for node in snapshot.nodes if node.state != "up" or node.claims_error is not None]
 
 
 def _as_lease(mine: Mine, shown: Sequence[Lease]) -> Lease:
