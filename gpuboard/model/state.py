@@ -1,6 +1,6 @@
 """The state of a GPU: this and the previous reading, scheduler, leases and now → state, reason and flags.
 
-One pure function, :func:`judge`; the table it follows is DESIGN's: the first match wins.
+One pure function, :func:`judge`; of its rules the first match wins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of a GPU: DESIGN's table row by row, and what must hold for any reading at all."""
+"""The state of a GPU: its rules one by one, and what must hold for any reading at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict on a run in which nothing moves: rules in the order of DESIGN's section 8, and their wording (pure)."""
+"""The verdict on a run in which nothing moves: rules in order, and their wording (pure)."""
 
 from __future__ import annotations
 
