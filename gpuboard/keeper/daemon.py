@@ -217,7 +217,7 @@ class Keeper:
             if op == "renew" and kept is not None:
                 self._renew(kept, float(message["for_s"]))
             elif op == "known" and kept is not None:
-                self._confirm(kept)
+                self._confirm(kept, client)
             elif op == "job":
                 if kept is None:
                     raise ValueError(f"this keeper has no lease {message['lease']}")
@@ -232,9 +232,10 @@ class Keeper:
         except OSError as error:
             client.reply(f"{self.folder}: {error.strerror}")
 
-    def _confirm(self, kept: Kept) -> None:
+    def _confirm(self, kept: Kept, client: Client) -> None:
         """The owner has the lease: from now on only its holder determines when it ends."""
-        kept.client = None
+        if kept.client is client:
+            kept.client = None
         job = kept.record.job
         if job is not None:
             self._rewrite(kept, kept.record._replace(job=job._replace(taker=None)))
@@ -260,14 +261,17 @@ class Keeper:
         if record.holder is not None and not alive(record.holder):
             client.reply(f"the holder of lease {record.lease}, pid {record.holder.pid}, has ended")
             return
-        if record.lease in self.kept:
-            if record.shared and not self.kept[record.lease].record.shared:
-                client.reply()  # this keeper has the lease itself, for as long as processes carry it
-                return
-            self._remove(self.kept[record.lease], "handed over again")
-        process = read_process(record.holder.pid) if record.holder else None
-        if process is not None:
-            record = record._replace(session=process.session, group=process.group)
+        known = self.kept.get(record.lease)
+        if known is not None and record.shared:
+            if known.record.shared:
+                self._rewrite(known, known.record.with_run(record))
+                for node in known.record.nodes:
+                    self.nodes.attach(known.record, node)
+            client.reply()  # else this keeper has the lease itself, for as long as processes carry it
+            return
+        if known is not None:
+            self._remove(known, "handed over again")
+        record = _of_holder(record)
         kept = Kept(record)
         self._rewrite(kept, record)
         kept.client = client
@@ -421,7 +425,7 @@ class Keeper:
 
     def _release(self, kept: Kept) -> None:
         if kept.record.shared:
-            self._remove(kept, "left to its own keeper")
+            self._leave(kept)
             return
         self._unwatch_processes(kept)
         for node in kept.record.nodes:
@@ -430,6 +434,20 @@ class Keeper:
         kept.released_at = boottime()
         kept.asked = {node.name for node in kept.record.nodes}
         self._try_release(kept)
+
+    def _leave(self, kept: Kept) -> None:
+        """Leave a shared lease to its own keeper, once no other run of this host uses it."""
+        runs = tuple(holder for holder in kept.record.others if alive(holder))
+        if not runs:
+            self._remove(kept, "left to its own keeper")
+            return
+        log(f"{kept.lease}: still used by pid {runs[0].pid}")
+        self._unwatch_processes(kept)
+        kept.phase, kept.since, kept.due = "held", None, None
+        self._rewrite(kept, _of_holder(kept.record._replace(holder=runs[0], others=runs[1:])))
+        self._watch_process(kept, runs[0].pid)
+        if not alive(runs[0]):
+            self._process_ended(kept)
 
     def _try_release(self, kept: Kept) -> None:
         kept.tries += 1
@@ -511,6 +529,12 @@ class Keeper:
     def _rewrite(self, kept: Kept, record: LeaseRecord) -> None:
         kept.record = record
         write_private(f"{self.folder}/{record.lease}.json", json.dumps(record.plain()).encode())
+
+
+def _of_holder(record: LeaseRecord) -> LeaseRecord:
+    """Return ``record`` with the session and process group of its holder, as far as there is one."""
+    process = read_process(record.holder.pid) if record.holder else None
+    return record if process is None else record._replace(session=process.session, group=process.group)
 
 
 def record_loss(folder: str, message: str) -> None:

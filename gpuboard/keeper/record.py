@@ -62,15 +62,28 @@ class LeaseRecord(NamedTuple):
     until: float  # seconds since boot; only schedules a poll: the nodes' clocks decide
     job: KeptJob | None = None  # then ``nodes`` is one entry for the scheduler
     shared: bool = False  # the lease is another keeper's: this one sends heartbeats for the holder, and never releases
+    others: tuple[Holder, ...] = ()  # further holders of a shared lease: other runs of this host that use it
 
     def plain(self) -> dict[str, Any]:
         """Return the record as plain values, for JSON."""
         values = self._asdict()
         values["nodes"] = [node._asdict() for node in self.nodes]
         values["holder"] = self.holder and self.holder._asdict()
+        values["others"] = [holder._asdict() for holder in self.others]
         if self.job is not None:
             values["job"] = self.job._asdict() | {"taker": self.job.taker and self.job.taker._asdict()}
         return values
+
+    def with_run(self, run: LeaseRecord) -> LeaseRecord:
+        """Return this record of a shared lease for another run, too, whose record is ``run``."""
+        nodes = {node.name: node for node in self.nodes}
+        for node in run.nodes:
+            known = nodes.get(node.name, node)
+            nodes[node.name] = known._replace(uuids=sorted({*known.uuids, *node.uuids}))
+        added = () if run.holder is None else (run.holder,)
+        return self._replace(
+            nodes=list(nodes.values()), until=max(self.until, run.until), others=(*self.others, *added)
+        )
 
 
 def decode(values: Any) -> LeaseRecord:
@@ -98,6 +111,7 @@ def decode(values: Any) -> LeaseRecord:
             float(values["until"]),
             _job(values.get("job")),
             bool(values.get("shared")),
+            tuple(holder for holder in map(_holder, values.get("others", ())) if holder is not None),
         )
     except (KeyError, TypeError, AttributeError, OverflowError) as error:  # OverflowError: int of 1e999
         raise ValueError(f"not a keeper's record: {error!r}") from None

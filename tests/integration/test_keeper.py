@@ -81,6 +81,36 @@ def test_a_lease_of_another_keeper_gets_heartbeats_and_is_not_released(lab: Lab)
     assert lab.held() == {"else1", "mine1"}, "neither is released: one is another keeper's, one has its own holder"
 
 
+def test_a_lease_of_another_keeper_is_kept_while_any_of_several_runs_uses_it(lab: Lab) -> None:
+    folder = claims.Folder(str(lab.claims))
+    for uuid in UUIDS[1:3]:
+        claims.handle("take", {"lease": "else1", "uuids": [uuid], "for_s": 3600.0, "nodes": ["n"], "gpus": 1}, folder)
+
+    def run(node: str, uuid: str) -> subprocess.Popen[bytes]:
+        head = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        kept = keeper.KeptNode(node, [uuid], None, str(lab.claims), None)
+        record = keeper.record("else1", [kept], {}, holder.identify(head.pid), 3600.0, shared=True)
+        keeper.hand_over(record, lab.env).confirm()
+        return head
+
+    first, second, third = run("n", UUIDS[1]), run("m", UUIDS[2]), run("n", UUIDS[2])
+    with first, second, third:
+        record = keeper.record_of("else1", lab.env)
+        assert record is not None
+        assert [(node.name, node.uuids) for node in record.nodes] == [("n", sorted(UUIDS[1:3])), ("m", [UUIDS[2]])]
+        second.kill()
+        second.wait()
+        first.kill()
+        until(lambda: f"else1: still used by pid {third.pid}" in lab.log())
+        lab.signal_keeper(signal.SIGKILL)
+        keeper.restart_if_needed(lab.env)
+        until(lambda: "else1: taken over" in lab.log())
+        assert lab.records() == {"else1"}
+        third.kill()
+    until(lambda: lab.records() == set())
+    assert lab.held() == {"else1"}
+
+
 def test_subshell_that_starts_the_training_later(lab: Lab) -> None:
     """/proc shows no variables of a fork: only its being orphaned shows that it may still use the lease."""
     os.mkfifo(lab.folder / "fifo")

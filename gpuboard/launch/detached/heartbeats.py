@@ -43,7 +43,7 @@ def share(record: LeaseRecord, env: Mapping[str, str], name: str, report: Callab
     ``report`` receives a message about it. Does nothing where this keeper has the lease itself.
     """
     lease = record.lease
-    if keeper.has(lease, env):
+    if (known := keeper.record_of(lease, env)) is not None and not known.shared:
         return
     mine = keeper.record(lease, record.nodes, record.settings, identify(os.getpid()), record.until, shared=True)
     try:
