@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import msgspec
@@ -17,13 +17,15 @@ from gpuboard.board.dialogs.base import Dialog
 from gpuboard.board.screens.logs import LogScreen
 from gpuboard.board.screens.runs import RunsScreen, StopConfirm
 from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.cluster.snapshot.scheduler_monitor import Permitted
 from gpuboard.config import Settings
-from gpuboard.launch.runs.elsewhere import RunbookTiming
+from gpuboard.launch.runs.elsewhere import ClusterRunbook, RunbookTiming
 from gpuboard.launch.runs.folder import note, runs_dir
 from tests.board import lab, made
 from tests.board.test_runs import keep, view
 from tests.integration.launch_lab import SLEEP, Launch
-from tests.sshd import SSHD, Sshd
+from tests.sshd import SSHD, Sshd, children
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not SSHD, reason="needs sshd (openssh-server)")
 FAR = Node("far01", "far01")
@@ -98,3 +100,31 @@ async def test_a_noted_run_gets_its_state_from_its_node_which_delays_no_other(tm
     closed.close()
     stored = msgspec.json.decode((runs_dir(board) / "rnoted" / "state.json").read_bytes())
     assert (stored["state"], stored["node"]) == ("done", "far01")
+
+
+def test_a_node_of_a_scheduler_is_asked_only_over_permitted_routes(tmp_path: Path, far: Sshd) -> None:
+    keep({"XDG_STATE_HOME": str(tmp_path / "state")}, view("rfar2345"))
+    routes: dict[str, Permitted | None] = {"far01": Permitted(ssh=False)}
+    settings = Settings(ssh_config=str(far.ssh_config))
+    book = ClusterRunbook(lab.environment(tmp_path), settings, {"far01": FAR}, lambda name: routes[name])
+    book.timing = RunbookTiming(live_s=0.1, rest_s=0.2)
+
+    def seen() -> list[str]:
+        book.look(["far01"], now=True)
+        return [entry.unread or entry.view.state for entry in book.read()]
+
+    until(lambda: not children(far.process.pid), "the end of the check that sshd listens")
+    with closing(book):
+        note(lab.environment(tmp_path), msgspec.structs.replace(view("rfar2345"), node="far01"))
+        refused = ['not permitted: you have no job running there; start a job there, or set ssh = "all"']
+        until(lambda: seen() == refused, "the reason why it is not asked")
+        assert not children(far.process.pid), "no connection was tried"
+        routes["far01"] = Permitted(ssh=True)
+        until(lambda: seen() == ["running"], "the node's answer")
+        assert children(far.process.pid)
+        routes["far01"] = Permitted(ssh=False)
+        until(lambda: seen() == refused, "the reason why it is not asked any more")
+        until(
+            lambda: not children(far.process.pid),
+            "the connection over a route that is not permitted any more is closed",
+        )

@@ -69,11 +69,13 @@ class NodeRuns:
         self._closed = False
 
     def permit(self, may: Permitted) -> None:
-        """Set the permitted routes to the node."""
+        """Set the permitted routes to the node. A connection over any other is closed."""
         with self._lock:
             here = self.node.host is None
             self._routes.permit(ssh=may.ssh or here, jobs=() if here else may.jobs, visits=may.visits)
             self._known_as = may.known_as or self.node.host
+            if self._link is not None and not self._routes.permits(self._route):
+                self._link.close()
 
     def close(self) -> None:
         """End the connection; calls in progress fail at once."""
