@@ -43,12 +43,16 @@ def test_split_takes_the_first_word_as_the_command(argv: list[str], expected: tu
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_an_example(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: gpuboard {name}")
     assert "example" in out
     assert "--nodes NODESET" in out
+    assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -61,6 +65,7 @@ def test_every_command_module_has_its_name_and_a_line_of_help(name: str) -> None
 
 def test_help_lists_every_command_in_its_group() -> None:
     code, out, err = gpuboard("--help")
+    assert max(map(len, out.splitlines())) <= 80
     assert (code, err) == (0, "")
     lines = out.splitlines()
     for group, names in GROUPS.items():

@@ -72,16 +72,21 @@ _READ_S = 5.0  # deadline of the second reading
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1)")
-    parser.add_argument("--user", metavar="U", help="only the processes of this user; `me`: your own")
+    parser.add_argument("--user", metavar="U", help="list only the processes of U; me: your own")
     parser.add_argument(
-        "--sort", choices=SORTS, default="node", help="numbers: largest first; unknown values last; default: node"
+        "--sort",
+        choices=SORTS,
+        default="node",
+        metavar="KEY",
+        help=f"one of {', '.join(SORTS)}; numbers: largest first; unknown values last; default: node",
     )
     parser.add_argument("--tree", action="store_true", help="group the table by your runs, by jobs and by leases")
     parser.epilog = (
         "examples:\n  gpuboard ps\n  gpuboard ps --user me --sort memory\n"
-        "  gpuboard ps --json | jq -r '.processes[] | select(.rogue) | \"\\(.user) \\(.node) \\(.pid)\"'\n\n"
-        "SM%: of the GPU's time in which kernels of the process ran. CPU%: of one CPU. exit code 6: no node could be "
-        "reached"
+        "  gpuboard ps --json | jq '.processes[] | select(.rogue) | {node, pid, user}'\n\n"
+        "SM%: percentage of the GPU's time in which kernels of the process ran.\n"
+        "CPU%: percentage of one CPU.\n"
+        "exit code 6: no node could be reached"
     )
 
 

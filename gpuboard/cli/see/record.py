@@ -39,10 +39,10 @@ _READ_S = 5.0  # deadline of the second reading
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("file", metavar="FILE", type=path, help="the file to create; an existing one is never changed")
-    parser.add_argument("--every", type=typed(_period), default=_EVERY_S, metavar="TIME",
-                        help="read the nodes this often: 1s to 1h; default: 5s")  # fmt: skip
-    parser.add_argument("--for", dest="for_s", type=typed(parse_duration), metavar="TIME",
-                        help="end after this long; default: at ctrl-C or SIGTERM")  # fmt: skip
+    parser.add_argument("--every", type=typed(_period), default=_EVERY_S, metavar="D",
+                        help="time between two readings: 1s to 1h; default: 5s")  # fmt: skip
+    parser.add_argument("--for", dest="for_s", type=typed(parse_duration), metavar="D",
+                        help="duration of the recording; default: until ctrl-C or SIGTERM")  # fmt: skip
     parser.add_argument("--commands", action="store_true", help="keep whole command lines of processes, which may hold "
                         "tokens; default: the program's name only")  # fmt: skip
     parser.epilog = (
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  gpuboard board --replay day.gz --at 14:00 --speed 60\n"
         "  gpuboard status --replay day.gz --at 14:03:21\n\n"
         "The file has readings, reservations and jobs as the board shows them, with user\n"
-        "names, as JSON lines (zcat FILE). At most the last 10 s are lost when gpuboard is\n"
-        "killed or the disk is full."
+        "names, as JSON lines (zcat FILE). At most the last 10 s are lost when gpuboard\n"
+        "is killed or the disk is full."
     )
 
 

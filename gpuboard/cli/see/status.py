@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n  gpuboard status\n  gpuboard status --nodes 'gpu[01-03]' --watch 2\n"
         "  gpuboard status --free --sort mem,desc\n  gpuboard status --user me --columns node,gpu,util,reason\n"
         "  gpuboard status --format csv --filter 'model:H100 util<10' > idle.csv\n"
-        "  gpuboard status --json | jq -r '.nodes[].gpus[] | select(.state == \"free\").uuid'\n\n"
+        "  gpuboard status --json | jq -r '.nodes[].gpus[] | select(.state==\"free\").uuid'\n\n"
         "exit code 6: no node could be reached"
     )
 

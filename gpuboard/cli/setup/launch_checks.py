@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_request(parser)
     launch = parser.add_argument_group(
         "what a launch needs",
-        "With --n, --gpus, --lease or --rank-map: check also these nodes, GPUs and the connections between them,\n"
-        "as `launch` does before it starts ranks. Nothing is reserved, no rank is started.",
+        "With --n, --gpus, --lease or --rank-map: check also these nodes, GPUs and the\n"
+        "connections between them, as `launch` does before it starts ranks. Nothing is\n"
+        "reserved, no rank is started.",
     )
     launch.add_argument("--lease", metavar="ID", help="the GPUs of your lease ID; with --n: N of them")
     launch.add_argument("--rank-map", metavar="FILE", help="the GPUs of this rank map")

@@ -22,7 +22,7 @@ from gpuboard.launch.runs.folder import FINAL, RunView
 from gpuboard.launch.runs.places import labelled
 
 NAME = "attach"
-HELP = "show a run's output and messages until it ends; exit with its exit code"
+HELP = "show a run's output and messages until it ends"
 
 _MESSAGES = "head.log"
 _LINE = 512  # bytes of a line at the end of a file, on average, that are read at most
@@ -36,8 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="show the last N lines of each rank's stdout and stderr first; default: 5")  # fmt: skip
     add_node(parser)
     parser.epilog = (
-        "ctrl-C ends this command, not the run. USR1, USR2 and TERM are passed on to the ranks.\n\n"
-        "examples:\n  gpuboard attach\n  gpuboard attach r7kq --lines 0\n  gpuboard attach last --node gpu01"
+        "examples:\n  gpuboard attach\n  gpuboard attach r7kq --lines 0\n  gpuboard attach last --node gpu01\n\n"
+        "`attach` exits with the run's exit code. ctrl-C ends this command, not the run.\n"
+        "The signals USR1, USR2 and TERM are passed on to the ranks."
     )
 
 

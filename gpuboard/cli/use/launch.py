@@ -45,9 +45,9 @@ TARGET is a script (train.py), a module (-m package.module), or a function
 --no-python any program. TARGET gets all arguments after it, so options of
 gpuboard come first.
 
-GPUs come from the first of these that is given: --rank-map; --lease; --gpus; the
-lease of this shell (GPUBOARD_LEASE; --n takes N of its GPUs); --n; all GPUs of
-the Slurm job in which launch runs.
+GPUs come from the first of these that is given: --rank-map; --lease; --gpus;
+the lease of this shell (GPUBOARD_LEASE; --n takes N of its GPUs); --n; all GPUs
+of the Slurm job in which launch runs.
 
 examples:
   gpuboard launch --n 4 train.py --lr 3e-4

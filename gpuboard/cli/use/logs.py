@@ -24,7 +24,7 @@ HELP = "print the output of a run's ranks"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("run", metavar="RUN", help="the run's id, the start of it, or `last`")
+    parser.add_argument("run", metavar="RUN", help="the run's id, its start, or `last`")
     parser.add_argument(
         "--rank", type=whole(0, 10**6), metavar="R", help="print only the output of rank R, without line prefixes"
     )

@@ -21,7 +21,7 @@ _MARGIN_S = 15.0  # after the grace period, for ending all processes and writing
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("run", metavar="RUN", help="the run's id, the start of it, or `last`")
+    parser.add_argument("run", metavar="RUN", help="the run's id, its start, or `last`")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--grace", type=duration_or_zero, metavar="D",
                      help="time from SIGTERM to SIGKILL: 30s, 5m; default: that of the launch")  # fmt: skip
