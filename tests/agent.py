@@ -16,7 +16,7 @@ import msgspec
 from gpuboard.model.reading import Event, Hello, Message, Reading, Reply, Static
 from gpuboard.transport import bundle, spawn
 from tests.nvml import library
-from tests.waiting import Clock, until
+from tests.waiting import Clock, alive, until
 
 NONCE = "0123456789abcdef"
 
@@ -135,14 +135,7 @@ def still_there(pids: list[int], timeout_s: float = 2.0) -> list[int]:
     """Return which processes still run after at most ``timeout_s``; one that waits to be reaped has ended."""
     clock = Clock()
     while True:
-        left = [pid for pid in pids if _runs(pid)]
+        left = [pid for pid in pids if alive(pid)]
         if not left or clock.spent_s() > timeout_s:
             return left
         clock.sleep()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

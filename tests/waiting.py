@@ -93,3 +93,11 @@ def _share() -> float:
     """Return processors / runnable processes, at most 1 (proc(5): the fourth field of loadavg)."""
     wanted = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
     return min(1.0, len(os.sched_getaffinity(0)) / max(wanted, 1))
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process runs; one that waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

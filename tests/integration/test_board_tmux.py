@@ -19,7 +19,7 @@ import pytest
 from tests.integration.launch_lab import write_torch
 from tests.nodes import USERS, Cluster, Host
 from tests.nvml import GIB, Gpu
-from tests.waiting import Stopwatch, until
+from tests.waiting import Stopwatch, alive, until
 
 pytestmark = pytest.mark.nodes
 
@@ -379,14 +379,6 @@ def uuids(host: Host) -> list[str]:
     """Return the UUIDs of a node's GPUs, by index."""
     script = (host.folder / "nvml" / "script").read_text()
     return re.findall(r"^uuid (\S+)$", script, re.MULTILINE)
-
-
-def alive(pid: int) -> bool:
-    """Return whether a process runs."""
-    try:
-        return state(pid) != "Z"
-    except OSError:
-        return False
 
 
 def state(pid: int) -> str:

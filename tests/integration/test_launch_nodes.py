@@ -11,10 +11,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.faults import places
 from tests.hosts import ADDRESSES, Host, Running
 from tests.integration.launch_lab import FAMILY, SLEEP, parent, wait_up, write_torch
 from tests.nodes import Cluster
@@ -49,23 +49,7 @@ def put(host: Host, name: str, text: str) -> None:
 
 def rank_map(first: int, second: int) -> str:
     """Return a hand-written map of ranks on gpu01 and gpu02, as GPUs 0 to n-1 of each."""
-    counts = {"gpu01": first, "gpu02": second}
-    ranks: list[dict[str, Any]] = []
-    for node, count in counts.items():
-        for at in range(count):
-            ranks.append({"rank": len(ranks), "node": node, "local_rank": at, "index": at, "uuid": f"GPU-{node}-{at}"})
-    listed = [
-        {
-            "name": node,
-            "address": ADDRESSES[node],
-            "node_rank": at,
-            "local_world_size": count,
-            "cuda_visible_devices": ",".join(str(n) for n in range(count)),
-        }
-        for at, (node, count) in enumerate(counts.items())
-    ]
-    whole = {"schema": 1, "lease": None, "master_addr": ADDRESSES["gpu01"], "master_port": 0, "world_size": len(ranks)}
-    return json.dumps({**whole, "nodes": listed, "ranks": ranks})
+    return json.dumps(places.rank_map({"gpu01": first, "gpu02": second}, ADDRESSES))
 
 
 @contextlib.contextmanager

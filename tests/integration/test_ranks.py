@@ -20,7 +20,7 @@ import pytest
 from gpuboard.transport.base import CallFailed
 from tests.integration.launch_lab import parent
 from tests.integration.ranks_driver import Node, carriers, go, launch_config, node, wait_gone, with_fake_torch
-from tests.waiting import Stopwatch, until
+from tests.waiting import Stopwatch, alive, until
 
 # A helper with its own session, an orphaned one, a stopped one, and one without our variables.
 FAMILY = """
@@ -70,13 +70,6 @@ def below(root: int) -> set[int]:
 
 def wait_dead(pids: set[int]) -> None:
     until(lambda: not any(map(alive, pids)), "the processes end", 20)  # and not after ten minutes
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def stuck(pid: int) -> bool:

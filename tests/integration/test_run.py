@@ -18,7 +18,7 @@ import pytest
 from gpuboard.leases.remote_exec import local_command
 from tests.integration.here import Here, here  # noqa: F401
 from tests.integration.test_allocate import claims
-from tests.waiting import Stopwatch, read_line, until
+from tests.waiting import Stopwatch, alive, read_line, until
 
 pytestmark = pytest.mark.usefixtures("_claims")
 ROOT = Path(__file__).parents[2]
@@ -27,14 +27,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def _claims(here: Here) -> None:  # noqa: F811
     here.needs_claims()
-
-
-def gone(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def start(here: Here, *argv: str) -> subprocess.Popen[str]:  # noqa: F811
@@ -84,7 +76,7 @@ def test_killing_gpuboard_ends_the_command_and_the_lease(here: Here) -> None:  #
         pids = [int(pid) for pid in read_line(process).split()]
         process.kill()
         started = Stopwatch()
-        until(lambda: all(map(gone, pids)), "processes of the command live on")
+        until(lambda: not any(map(alive, pids)), "processes of the command live on")
         assert started.stop() < 5.0
         until(lambda: not claims(here), "the claim lives on")
 
@@ -108,7 +100,7 @@ os.posix_spawn("/bin/sh", ["sh", "-c", 'read line < late; exec "$@"', "sh", *run
 
 def test_leftover_processes_are_killed_and_reported(here: Here) -> None:  # noqa: F811
     done = here.run("run", "--n", "1", "--", "sh", "-c", "setsid sleep 300 >/dev/null 2>&1 & echo $!")
-    assert gone(int(done.stdout))
+    assert not alive(int(done.stdout))
     assert "ended 1 process that the command left running" in done.stderr
 
 

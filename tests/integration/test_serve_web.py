@@ -21,7 +21,7 @@ from gpuboard.board.web.listen import listen
 from gpuboard.board.web.server import MOST_BOARDS, Server
 from tests.integration.here import Here, here
 from tests.integration.serving import Serving
-from tests.waiting import Stopwatch, until
+from tests.waiting import Stopwatch, alive, until
 
 __all__ = ["here"]
 
@@ -116,14 +116,6 @@ async def seen(websocket: aiohttp.ClientWebSocketResponse, words: bytes) -> None
                 text += message.data
 
 
-def gone(pid: int) -> bool:
-    """Return whether a process has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def test_a_board_ends_with_its_page(serving: Serving) -> None:
     async def visit() -> int:
         async with opened(serving) as websocket:
@@ -142,7 +134,7 @@ def test_a_board_ends_with_its_page(serving: Serving) -> None:
     asyncio.run(visit())
     until(lambda: serving.boards() == [], "the board of a page that lies ends")
     board = asyncio.run(look())
-    until(lambda: gone(board), "the board ends with its page")
+    until(lambda: not alive(board), "the board ends with its page")
     until(lambda: any("board 2 closed" in line for line in serving.said), "its end is told")
     until(lambda: any("board 2 opened from 127.0.0.1, 100x30" in line for line in serving.said), "so was its beginning")
 
@@ -168,7 +160,7 @@ def test_boards_end_with_the_server(serving: Serving, number: int, code: int, be
             return board
 
     board = asyncio.run(visit())
-    until(lambda: gone(board), "the board ends")
+    until(lambda: not alive(board), "the board ends")
     assert serving.process.returncode == code
 
 
