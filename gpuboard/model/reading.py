@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from gpuboard.model.gpu import Count, GpuReading, GpuStatic, Number
 
 
-class Holder(msgspec.Struct, frozen=True, gc=False):
+class ClaimHolder(msgspec.Struct, frozen=True, gc=False):
     """The process that a lease ends with. Pids are reused; boot id and start time make it unique."""
 
     host: str
@@ -30,7 +30,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
     remaining_s: Number = 0.0  # until it ends, by the node's clock (never a difference of two hosts' clocks)
     age_s: Number = 0.0  # since its keeper's last heartbeat
     share: Count | None = None  # bytes of the GPU's memory; None: the whole GPU
-    holder: Holder | None = None  # None: detached
+    holder: ClaimHolder | None = None  # None: detached
     purpose: str = ""
     host: str = ""  # where it was made
     job: str | None = None  # the Slurm job in which it was made; "123.1": requeued once

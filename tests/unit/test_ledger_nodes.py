@@ -16,7 +16,7 @@ from gpuboard.agent.claims import store as claims
 from gpuboard.errors import GpuboardError, NoSuchLease
 from gpuboard.leases.claims import client as ledger
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
-from gpuboard.model.reading import Claim, Holder
+from gpuboard.model.reading import Claim, ClaimHolder
 from gpuboard.model.replies import Detail, decode
 from gpuboard.model.units import iso
 from gpuboard.transport.base import CallFailed, LinkLost
@@ -68,7 +68,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def wanted(**gpus: list[str]) -> ledger.Wanted:
-    holder = Holder("login1", "b", 42, 7)
+    holder = ClaimHolder("login1", "b", 42, 7)
     return ledger.Wanted(gpus=gpus, for_s=600.0, host="login1", holder=holder, purpose="training")
 
 
@@ -209,7 +209,7 @@ INDEX = {"gpu01": {"GPU-a": 0, "GPU-b": 1}, "gpu02": {"GPU-c": 0}}
 
 
 def test_claims_become_a_lease() -> None:
-    holder = Holder("login1", "b", 42, 7)
+    holder = ClaimHolder("login1", "b", 42, 7)
     found = {
         "gpu02": [claim("k3f9", "GPU-c", holder=holder, purpose="x")],
         "gpu01": [claim("k3f9", "GPU-a", holder=holder, purpose="x", remaining_s=400.0, since=0.0, until=500.0)],

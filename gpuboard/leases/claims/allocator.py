@@ -27,7 +27,7 @@ from gpuboard.leases.rank_map import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.leases.recheck import conflict_since
 from gpuboard.leases.terms import Terms, as_allocated, duration, remove_rank_map, uninterrupted, write_rank_map
 from gpuboard.model.lease import Lease
-from gpuboard.model.reading import Holder
+from gpuboard.model.reading import ClaimHolder
 from gpuboard.model.request import Choice, ChosenGpu, Pick, Refusal, Request
 from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.model.text import clean
@@ -277,7 +277,7 @@ class ClaimsAllocator:
             uuids,
             for_s,
             os.uname().nodename,
-            Holder(*terms.holder) if terms.holder and not terms.moves else None,
+            ClaimHolder(*terms.holder) if terms.holder and not terms.moves else None,
             terms.purpose,
         )
         used = {claim.lease for claims in self._fleet.claims().values() for claim in claims}

@@ -18,7 +18,7 @@ from gpuboard.errors import GpuboardError
 from gpuboard.keeper import holder as processes
 from gpuboard.leases.ledger import matching, no_such_lease, not_yours
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
-from gpuboard.model.reading import Claim, Holder
+from gpuboard.model.reading import Claim, ClaimHolder
 from gpuboard.model.replies import Ends, ReleasedClaims
 from gpuboard.model.units import iso
 from gpuboard.transport.base import CallFailed, LinkLost
@@ -57,7 +57,7 @@ class Wanted(msgspec.Struct, frozen=True):
     gpus: Mapping[str, Sequence[str]]  # node -> UUIDs
     for_s: float
     host: str  # where the owner reserves from
-    holder: Holder | None = None  # None: detached
+    holder: ClaimHolder | None = None  # None: detached
     purpose: str = ""
     share: int | None = None  # bytes of one GPU; None: whole GPUs
 
@@ -281,7 +281,7 @@ def indexes(nodes: Iterable[NodeView]) -> dict[str, dict[str, int]]:
     }
 
 
-def holder_alive(holder: Holder) -> bool | None:
+def holder_alive(holder: ClaimHolder) -> bool | None:
     """Return whether a claim's holder is alive; None when it runs on another host."""
     return processes.alive(processes.Holder(holder.host, holder.boot_id, holder.pid, holder.start))
 
@@ -290,7 +290,7 @@ def leases_of(
     claims: Mapping[str, Sequence[Claim]],
     index: Mapping[str, Mapping[str, int]],
     now: float,
-    alive: Callable[[Holder], bool | None] = lambda _: None,
+    alive: Callable[[ClaimHolder], bool | None] = lambda _: None,
     uids: Mapping[str, int] | None = None,
 ) -> list[Lease]:
     """Return the leases that the live claims form, by node then id. Pure.
@@ -325,7 +325,7 @@ def _lease(
     read: Collection[str],
     index: Mapping[str, Mapping[str, int]],
     now: float,
-    alive: Callable[[Holder], bool | None],
+    alive: Callable[[ClaimHolder], bool | None],
 ) -> Lease:
     first = found[0][1]
     ends_first = min((claim for _, claim in found), key=lambda claim: claim.remaining_s)
