@@ -204,8 +204,23 @@ def gathering() -> None:
         on_gpu(0.3)
 
 
+def imbalance() -> None:
+    """The ranks' work changes from step to step."""
+    train(100, lambda _: time.sleep(random.uniform(0.05, 0.3)))
+
+
+def turns() -> None:
+    """Another rank has more work every few steps."""
+    train(100, lambda step: time.sleep(0.3 if step // 4 % SIZE == RANK else 0.15))
+
+
+def warming() -> None:
+    """Rank 0 fills a cache in its first steps; later it computes as the others do."""
+    train(100, lambda step: evaluate(0.15 + (0.6 * math.exp(-step / 5) if RANK == 0 else 0.0)))
+
+
 SHAPES = [slow_start, slow_steps, computing, checkpoint, accumulation, joined, loader, tiny, large, subgroups, barriers,
-          evaluation, last_save, build, gathering]  # fmt: skip
+          evaluation, last_save, build, gathering, imbalance, turns, warming]  # fmt: skip
 
 
 def main() -> None:

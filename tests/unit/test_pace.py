@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import cast
 
+import msgspec
 import pytest
 
 from gpuboard.agent.launch.watch.pace import arrivals, steps
 from gpuboard.launch.runs.folder import RankView, VerdictView
 from gpuboard.launch.stalls.pace import (
+    FIRST_LOOKS,
     ClockOffset,
     GroupCalls,
     GroupPace,
@@ -22,6 +25,8 @@ from gpuboard.launch.stalls.pace import (
     RankReading,
     better,
     clock,
+    first_paces,
+    first_steps,
     paces,
 )
 from gpuboard.launch.stalls.slow import evidence, pace_lines, remedy, slow_text
@@ -117,6 +122,82 @@ def test_too_few_steps_and_a_single_rank_tell_nothing() -> None:
     assert paces(simulated(lambda rank, _: [0.1 + rank], count=50), {"0": 35}) == [], "all others were judged before"
 
 
+def first(work: Work, ranks: int = 3, count: int = 0, **others: bool) -> list[GroupPace]:
+    """Return the first judgement of a run, after as few steps as it needs, or ``count``."""
+    calls = simulated(work, ranks, count or first_steps(ranks) + 3, **others)
+    return first_paces(calls, {rank: RankReading(rank) for rank in range(ranks)})
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 32])
+def test_a_rank_that_is_the_last_in_every_step_is_named_after_a_few(ranks: int) -> None:
+    def late(rank: int, _: int) -> list[float]:
+        return [0.13 if rank == 1 else 0.1]
+
+    (found,) = first(late, ranks)
+    assert (found.slow, found.steps) == ((1,), first_steps(ranks))
+    assert first(late, ranks, first_steps(ranks) + 2) == [], "one step fewer"
+    starved = {rank: RankReading(rank, delayed=0.2 if rank == 1 else 0.0) for rank in range(ranks)}
+    (found,) = first_paces(simulated(late, ranks), starved)
+    assert found.slow == (), "a fifth of its time it had no CPU"
+    (found,) = first(lambda rank, step: [0.13 if rank == 1 and step >= 20 else 0.1], ranks, 23 + first_steps(ranks))
+    assert found.slow == (1,), "since some steps"
+
+
+def test_buckets_that_overlap_with_computing_are_waited_for_in_the_first_steps_too() -> None:
+    (found,) = first(lambda rank, _: [0.065 if rank == 1 else 0.05] * 2, overlap=True)
+    assert found.slow == (1,)
+    assert found.late_s == pytest.approx(0.03, rel=0.1)
+
+
+NOISE: list[Callable[[random.Random], float]] = [
+    lambda noise: noise.uniform(0.1, 0.3),
+    lambda noise: noise.choice([0.1, 0.2]),
+    lambda noise: 0.05 + noise.expovariate(10.0),
+    lambda noise: 0.1 * noise.paretovariate(1.5),
+    lambda noise: 1.1 if noise.random() < 0.1 else 0.1,
+]
+
+
+def test_chance_names_a_rank_by_its_first_steps_in_less_than_one_of_10000_runs() -> None:
+    """Exactly, for the same rank to be last in all steps of a look; whatever it is late by comes on top."""
+    for ranks in range(2, 2000):
+        assert FIRST_LOOKS * float(ranks) ** (1 - first_steps(ranks)) <= 1e-4
+    named = 0
+    for seed in range(60):
+        for draw in NOISE:
+            for ranks in (2, 3, 8):
+                noise = random.Random(seed)
+                calls = simulated(lambda _rank, _step, draw=draw, noise=noise: [draw(noise)], ranks, 60)  # type: ignore[misc]
+                for end in range(first_steps(ranks) + 3, 60, 4):
+                    until = [_until(one, end) for one in calls]
+                    named += any(
+                        pace.slow for pace in first_paces(until, {rank: RankReading(rank) for rank in range(ranks)})
+                    )
+    assert named == 0
+
+
+def _until(one: RankCalls, count: int) -> RankCalls:
+    calls = msgspec.structs.replace(one.calls, gaps_us=one.calls.gaps_us[: count - 1], steps=one.calls.steps[:count])
+    return msgspec.structs.replace(one, calls=calls)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda rank, step: [0.1 + 0.1 * (rank == 0 and step < 2)],  # compiles in the first steps
+        lambda rank, step: [0.1 + 0.3 * (rank == 0) * math.exp(-step / 8)],  # fills a cache
+        lambda rank, step: [0.15 if step // 5 % 3 == rank else 0.1],  # each in turn
+        lambda rank, step: [0.1 if rank != 0 or step % 6 else 0.2],  # rank 0 writes a log
+        lambda rank, step: [0.13 if rank == 1 and step % 9 else 0.1],  # not always
+        lambda rank, _: [0.13 if rank else 0.1],  # all but one
+        lambda rank, _: [0.11 if rank == 1 else 0.1],  # too little
+    ],
+)
+def test_nobody_is_named_by_the_first_steps_of_a_healthy_run(work: Work) -> None:
+    for count in range(15, 40):
+        assert [pace.slow for pace in first(work, 3, count)] == [()], count
+
+
 def test_two_ranks_of_a_slow_node_are_named_together() -> None:
     assert slow(simulated(lambda rank, _: [0.14 if rank in {2, 3} else 0.1], ranks=8)) == (2, 3)
 
@@ -189,6 +270,8 @@ def test_steps_are_found_where_some_have_more_calls() -> None:
     lengths = [("all_reduce", [[k * k]]) for k in range(8)]
     assert steps(lengths) == list(range(8)), "the operations repeat"
     assert len(steps([(str(k * k), []) for k in range(600)])) == 60, "nothing repeats"
+    start = [("all_gather", [[9]]), ("broadcast", [[9000]])]
+    assert steps([*start, *step * 12])[-12:] == list(range(2, 26, 2)), "few steps after those that start a run"
 
 
 def test_a_trace_is_read_by_process_group() -> None:
@@ -214,6 +297,8 @@ def pace(*named: int, newest: int = 100) -> GroupPace:
 def test_three_looks_in_a_row_establish_a_slow_rank_and_its_end() -> None:
     watch = PaceWatch()
     assert not watch.due(1000.0)
+    for _ in range(FIRST_LOOKS):
+        watch.looked_sooner([pace()], 0, 1000.0)
     assert not watch.due(1009.0)
     now, named, looks = 1010.0, [], []
     for found in [[], [pace(1)], [pace(1)], [pace(2)], [pace(1)], [], [pace(1)], [pace(1)], [pace()], [pace(1)],
@@ -231,6 +316,37 @@ def test_three_looks_in_a_row_establish_a_slow_rank_and_its_end() -> None:
     assert not watch.due(now + 59.0)
     assert watch.due(now + 60.0)
     assert watch.judged == {"0": 100}
+
+
+def test_the_first_looks_follow_the_first_steps() -> None:
+    watch, looks = PaceWatch(PaceTiming(first_s=1000.0)), []
+    watch.due(0.0)
+    for now in range(400):
+        if watch.due(now):
+            looks.append(now)
+            calls = max(0, (now - 60) // 5)  # the data is prepared for a minute
+            watch.looked_sooner([pace()] if calls >= 12 else [], calls, now)
+    gaps = [later - earlier for earlier, later in pairwise(looks)]
+    assert max(gap for look, gap in zip(looks, gaps, strict=False) if 75 < look < 125) <= 6, "calls are coming"
+    assert len(looks) < 60
+    assert gaps[-1] > 20, "less often when there is nothing new"
+    assert looks[-1] < 400 - 20, "not for ever"
+
+
+def test_a_rank_named_by_its_first_steps_is_confirmed_or_withdrawn() -> None:
+    for later in (pace(1), pace()):
+        watch = PaceWatch()
+        watch.due(0.0)
+        watch.looked_sooner([], 5, 2.0)
+        watch.looked_sooner([pace(1)], 20, 4.0)
+        assert watch.slow == pace(1)
+        assert watch.newest == [pace(1)], "for `explain`"
+        for now in (10.0, 20.0):
+            watch.looked([later], now)
+            assert (watch.slow, watch.confirmed) == (pace(1), False)
+            assert watch.due(now + 5.0), "soon again"
+        watch.looked([later], 30.0)
+        assert (watch.slow, watch.confirmed) == ((pace(1), True) if later.slow else (None, False))
 
 
 RANKS = {rank: RankView(rank, f"gpu0{rank // 2 + 1}", rank % 2, rank % 2) for rank in range(3)}

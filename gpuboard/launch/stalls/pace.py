@@ -7,6 +7,7 @@ computing, loading data, transfers.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -26,6 +27,13 @@ _LATE = 0.125  # share of a step that the others wait for a slow rank: it needs 
 _LEAST_S = 0.002  # shorter waits are of no interest
 _USUALLY = 0.75  # share of the steps in which it has to be the slow one
 _UNCERTAIN = 2.5  # a wait has to be longer than this many times the uncertainty of a clock: two are compared
+# Of the first judgement: if chance alone decides in each step which of R ranks is the last, the same one is the last in
+# n steps in a row with a probability of R^(1-n). In all looks of a run together that must stay below _CHANCE.
+FIRST_LOOKS = 12
+_CHANCE = 1e-4
+_FEWEST = 8  # steps, of many ranks too: what a rank does now and then takes some steps
+_WARM_UP = 2  # first steps, which compile and fill caches
+_LASTS = 0.75  # the lag in the later half of the steps: its share of that in the earlier half, which may be warm-up
 _DRIFT = 1e-4  # seconds a second: of a quartz, and of NTP that corrects it
 
 
@@ -40,12 +48,16 @@ class GroupCalls(msgspec.Struct, frozen=True):
 
 
 class RankReading(msgspec.Struct, frozen=True):
-    """One rank: shares of a core that it and its workers use; ``groups`` None: no flight recorder can be read."""
+    """One rank: shares of a core that it and its workers use; ``groups`` None: no flight recorder can be read.
+
+    ``delayed`` is the share of its time in which its threads could run and had no CPU.
+    """
 
     rank: Count
     cpu: Number = 0.0
     workers: list[Number] = []
     groups: list[GroupCalls] | None = None
+    delayed: Number = 0.0
 
 
 class PaceReading(msgspec.Struct, frozen=True):
@@ -107,15 +119,16 @@ class RankCalls(msgspec.Struct, frozen=True):
     node: str
 
 
-def paces(ranks: Sequence[RankCalls], after: Mapping[str, int]) -> list[GroupPace]:
+def paces(ranks: Sequence[RankCalls], after: Mapping[str, int], *, first: bool = False) -> list[GroupPace]:
     """Return the pace of each process group with two ranks or more that has made steps.
 
-    ``after``: by group, the collective up to which it has been judged before.
+    ``after``: by group, the collective up to which it has been judged before. ``first``: a judgement by few steps,
+    which names only a single rank that was the last in every one of them.
     """
     groups: dict[str, list[RankCalls]] = {}
     for one in ranks:
         groups.setdefault(one.calls.name, []).append(one)
-    found = [_pace(members, after.get(name, -1)) for name, members in groups.items() if len(members) > 1]
+    found = [_pace(members, after.get(name, -1), first) for name, members in groups.items() if len(members) > 1]
     seen = [pace for pace in found if pace is not None]
     waits: dict[int, float] = {}  # share of its time that a rank waits, in all its groups
     for pace in seen:
@@ -124,24 +137,45 @@ def paces(ranks: Sequence[RankCalls], after: Mapping[str, int]) -> list[GroupPac
     return [_without_echoes(pace, waits) for pace in seen]
 
 
+def first_paces(ranks: Sequence[RankCalls], readings: Mapping[int, RankReading]) -> list[GroupPace]:
+    """Return the pace by the first steps. A rank is not named if it may be late because it lacks a CPU."""
+    return [
+        msgspec.structs.replace(pace, slow=(), late_s=0.0)
+        if any(readings[rank].delayed * pace.step_s > pace.late_s / 2 for rank in pace.slow)
+        else pace
+        for pace in paces(ranks, {}, first=True)
+    ]
+
+
 def _without_echoes(pace: GroupPace, waits: Mapping[int, float]) -> GroupPace:
     """Leave out ranks that are late because they wait in another group."""
     slow = tuple(rank for rank in pace.slow if waits[rank] <= pace.late_s / pace.step_s / 2)
     return msgspec.structs.replace(pace, slow=slow, late_s=pace.late_s if slow else 0.0)
 
 
-def _pace(members: Sequence[RankCalls], after: int) -> GroupPace | None:
+def first_steps(ranks: int) -> int:
+    """Return how many steps a first judgement needs, so that chance does not make it.
+
+    >>> [first_steps(ranks) for ranks in (2, 3, 4, 8, 64)]
+    [18, 12, 10, 8, 8]
+    """
+    return max(_FEWEST, 1 + math.ceil(math.log(FIRST_LOOKS / _CHANCE) / math.log(ranks)))
+
+
+def _pace(members: Sequence[RankCalls], after: int, by_few: bool) -> GroupPace | None:
+    enough = first_steps(len(members)) if by_few else _ENOUGH
     end = min(one.calls.first + len(one.calls.gaps_us) for one in members)
     first = max(after, end - max(_LEAST_CALLS, _MOST_CALLS // len(members)), *(one.calls.first for one in members))
-    if end - first < _ENOUGH:
+    if end - first < enough:
         return None
     called = {one.rank: _seconds(one, first, end) for one in members}
     last = [max(each) for each in zip(*called.values(), strict=True)]
     starts = [
         at for offset in members[0].calls.steps if 0 <= (at := members[0].calls.first + offset - first) < len(last)
     ]
-    starts = _joined(starts, called, last)[-_STEPS - 1 :]
-    if len(starts) <= _ENOUGH:
+    starts = _joined(starts, called, last)
+    starts = starts[_WARM_UP:][-enough - 1 :] if by_few else starts[-_STEPS - 1 :]
+    if len(starts) <= enough:
         return None
     waits = _waits(called, last, starts)
     spans = list(pairwise(starts))
@@ -152,6 +186,8 @@ def _pace(members: Sequence[RankCalls], after: int) -> GroupPace | None:
         return None  # the clock was set
     found = [RankPace(rank, max(0.0, step_s - median(each)), median(each)) for rank, each in sorted(by_step.items())]
     slow, late_s = _slow(found, by_step, step_s)
+    if by_few and not _always(slow, by_step, late_s):
+        slow, late_s = (), 0.0
     several = len({one.node for one in members}) > 1
     uncertain_s = _UNCERTAIN * max(one.within_s for one in members) if several else 0.0
     if late_s < max(_LEAST_S, uncertain_s):
@@ -252,3 +288,15 @@ def _slow(
     if late_s < _LATE * step_s or usually < _USUALLY * steps:
         return (), 0.0
     return tuple(slow), late_s
+
+
+def _always(slow: Sequence[int], by_step: Mapping[int, Sequence[float]], late_s: float) -> bool:
+    """Whether a single rank was the last in every step, by a good part of ``late_s``, and no less so in the end."""
+    if len(slow) != 1:
+        return False
+    (rank,) = slow
+    others = [each for other, each in by_step.items() if other != rank]
+    lags = [median(waits) - own for own, *waits in zip(by_step[rank], *others, strict=True)]
+    alone = all(min(waits) > own for own, *waits in zip(by_step[rank], *others, strict=True))
+    half = len(lags) // 2
+    return alone and min(lags) > late_s / 2 and median(lags[half:]) >= _LASTS * median(lags[:half])

@@ -20,10 +20,11 @@ Readings = Mapping[int, RankReading]
 Loads = Mapping[str, float | None]
 
 
-def slow_text(pace: GroupPace, ranks: Ranks) -> str:
-    """Return the verdict as one sentence."""
+def slow_text(pace: GroupPace, ranks: Ranks, *, so_far: bool = False) -> str:
+    """Return the verdict as one sentence; ``so_far``: it is known of few steps."""
     others = "rank waits" if len(pace.ranks) - len(pace.slow) == 1 else "ranks wait"
-    waited = f"{duration(pace.late_s)} of {duration(pace.step_s)} in each step"
+    step = f"each of the last {pace.steps} steps" if so_far else "each step"
+    waited = f"{duration(pace.late_s)} of {duration(pace.step_s)} in {step}"
     return f"slow: the other {others} {waited} for {_who(pace.slow, ranks)}"
 
 

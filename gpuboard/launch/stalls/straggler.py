@@ -9,6 +9,7 @@ import msgspec
 
 from gpuboard.launch.runs.folder import RankView, VerdictView
 from gpuboard.launch.stalls.pace import (
+    FIRST_LOOKS,
     ClockOffset,
     GroupPace,
     PaceReading,
@@ -16,6 +17,7 @@ from gpuboard.launch.stalls.pace import (
     RankReading,
     better,
     clock,
+    first_paces,
     paces,
 )
 from gpuboard.launch.stalls.slow import evidence, pace_lines, remedy, slow_text
@@ -30,7 +32,9 @@ _REPLY_S = 10.0  # the nodes' own deadline is 5 s
 class PaceTiming(msgspec.Struct, frozen=True):
     """All fields but ``looks`` are seconds."""
 
-    # from the start to the first look: the steps have to be those of training
+    # from the start to the first look, and from one look at the first steps to the next; it grows by half a quarter
+    sooner_s: float = 2.0
+    # from the start to the first look that counts for `looks`: the steps have to be those of training
     first_s: float = 10.0
     # from one look to the next while a rank is suspected
     again_s: float = 5.0
@@ -46,43 +50,80 @@ DEFAULT_PACE_TIMING = PaceTiming()
 
 
 class PaceWatch:
-    """Decides when to look, and which slow ranks are established (pure: times are passed in, monotonic seconds)."""
+    """Decides when to look, and which slow ranks are established (pure: times are passed in, monotonic seconds).
+
+    A few looks at the first steps come before and between those that count: they name a rank if it was the last in
+    every step, which the others then confirm or not.
+    """
 
     def __init__(self, timing: PaceTiming = DEFAULT_PACE_TIMING) -> None:
         self.slow: GroupPace | None = None  # established, as last seen
+        self.confirmed = False  # by the looks that count
         self.newest: list[GroupPace] = []  # of all process groups, as last seen
         self.judged: dict[str, int] = {}  # group → the newest collective that has been looked at
         self._timing = timing
-        self._next = 0.0
+        self._next = 0.0  # look that counts
         self._interval = timing.again_s
+        self._sooner = 0.0  # next look at the first steps
+        self._sooner_s = timing.sooner_s
+        self._left = FIRST_LOOKS
+        self._calls = 0  # that the newest of them has seen
         self._seen: tuple[int, ...] = ()  # slow ranks of the newest look
         self._count = 0  # of looks that have shown the same
 
     def due(self, now: float) -> bool:
         """Return whether to look now."""
         if not self._next:
-            self._next = now + self._timing.first_s
+            self._next, self._sooner = now + self._timing.first_s, now + self._timing.sooner_s
+        return self.counts(now) or (self._left > 0 and now >= self._sooner)
+
+    def counts(self, now: float) -> bool:
+        """Return whether a look now is one of those that count."""
         return now >= self._next
 
     def looked(self, found: Sequence[GroupPace], now: float) -> None:
-        """Evaluate a look; ``found`` is empty if the ranks have made too few steps since the one before."""
-        slowest = max(found, key=lambda pace: pace.late_s / pace.step_s, default=None)
+        """Evaluate a look that counts; ``found`` is empty if the ranks have made too few steps since the one before."""
+        slowest = _slowest(found)
         if slowest is not None:
             self.newest = list(found)
             self.judged |= {pace.group: pace.newest for pace in found}
             self._count = self._count + 1 if slowest.slow == self._seen else 1
             self._seen = slowest.slow
-            if self._count >= self._timing.looks or self._seen == self._established:
+            enough = self._count >= self._timing.looks
+            if enough or self._seen == self._established:
                 self.slow = slowest if slowest.slow else None
-        if slowest is not None and self._seen != self._established:
+                self.confirmed = bool(slowest.slow) and (self.confirmed or enough)
+        if slowest is not None and (self._seen != self._established or (self._seen and not self.confirmed)):
             self._interval = self._timing.again_s
         else:  # the ranks are soon to make their first steps, or slow ones: look a little later each time
             self._interval = min(self._interval * (1.2 if slowest is None else 2.0), self._timing.longest_s)
         self._next = now + self._interval
 
+    def looked_sooner(self, found: Sequence[GroupPace], calls: int, now: float) -> None:
+        """Evaluate a look at the first steps: ``found`` is empty before there are enough; ``calls`` there are."""
+        if self._left <= 0:
+            return
+        slowest = _slowest(found)
+        if slowest is not None:
+            self._left -= 1
+            self._sooner_s *= 1.25
+            if self.slow is None and slowest.slow:
+                self.newest = list(found)
+                self.slow, self._left = slowest, 0
+        elif calls != self._calls:
+            self._sooner_s = self._timing.sooner_s
+        else:
+            self._sooner_s = min(self._sooner_s * 1.2, self._timing.longest_s)
+        self._calls = calls
+        self._sooner = now + self._sooner_s
+
     @property
     def _established(self) -> tuple[int, ...]:
         return () if self.slow is None else self.slow.slow
+
+
+def _slowest(found: Sequence[GroupPace]) -> GroupPace | None:
+    return max(found, key=lambda pace: pace.late_s / pace.step_s, default=None)
 
 
 class Straggler:
@@ -110,7 +151,7 @@ class Straggler:
         self._calls: list[RankCalls] = []
         self._readings: dict[int, RankReading] = {}
         self._loads: dict[str, float | None] = {}
-        self._named: tuple[int, ...] = ()  # slow ranks of the verdict
+        self._named: tuple[tuple[int, ...], bool] = (), False  # slow ranks of the verdict, and whether it is confirmed
         self._gpus_until: float | None = None  # a verdict waits for readings of the GPUs
 
     def explain(self, explanation: Explanation) -> Explanation:
@@ -130,9 +171,9 @@ class Straggler:
             self._gpus_until = None
             return self._establish(None)
         slow = () if self.watch.slow is None else self.watch.slow.slow
-        if slow == self._named:
+        if (slow, self.watch.confirmed) == self._named:
             return False
-        self._named = slow
+        self._named = slow, self.watch.confirmed
         if slow and self._read_gpus is not None:
             self._gpus_until = now + self._timing.gpus_s
             self._read_gpus()
@@ -158,8 +199,11 @@ class Straggler:
                     if rank.rank in self._ranks
                 ]
         if not self._sent:
-            complete = self._readings.keys() >= self._ranks.keys()
-            self.watch.looked(paces(self._calls, self.watch.judged) if complete else [], now)
+            calls = self._calls if self._readings.keys() >= self._ranks.keys() else []
+            if self.watch.counts(now):
+                self.watch.looked(paces(calls, self.watch.judged), now)
+            count = sum(one.calls.first + len(one.calls.gaps_us) for one in calls)
+            self.watch.looked_sooner(first_paces(calls, self._readings), count, now)
             self._calls = []
 
     def take_gpus(self, snapshot: Snapshot) -> None:
@@ -178,7 +222,7 @@ class Straggler:
         lines = evidence(pace, self._ranks, self._readings, self._loads, snapshot)
         hint = remedy(pace, self._ranks, self._readings, self._loads, snapshot)
         lines.append(f"→ {hint}")
-        text = slow_text(pace, self._ranks)
+        text = slow_text(pace, self._ranks, so_far=not self.watch.confirmed)
         nodes = {self._ranks[rank].node for rank in pace.slow}
         self.verdict = VerdictView(
             iso(time.time()),

@@ -1,5 +1,6 @@
 """When each rank called its newest collectives, and how busy it is: from these the head sees which rank is slow."""
 
+import os
 import time
 from collections import Counter
 
@@ -25,6 +26,7 @@ def look(ranks: "List[Tuple[int, int, str]]") -> "Dict[str, Any]":
     """Return when ``ranks`` (rank, pid, path of its worker server) called collectives: docs/launch-protocol.md."""
     started = time.monotonic()
     before = {pid: _cpu_s(pid) for _, pid, _ in ranks}
+    delayed_s = {pid: _delayed_s(pid) for _, pid, _ in ranks}
     groups = {rank: _groups(pid, path, started + _ANSWER_S) for rank, pid, path in ranks}
     time.sleep(max(0.0, started + _SAMPLE_S - time.monotonic()))
     elapsed = time.monotonic() - started
@@ -39,6 +41,7 @@ def look(ranks: "List[Tuple[int, int, str]]") -> "Dict[str, Any]":
                 "rank": rank,
                 "cpu": round((own_s - before[pid][0]) / elapsed, 3),
                 "workers": [round(share, 2) for share in shares],
+                "delayed": round(max(0.0, _delayed_s(pid) - delayed_s[pid]) / elapsed, 3),
                 "groups": groups[rank],
             }
         )
@@ -50,6 +53,17 @@ def _cpu_s(pid: int) -> "Tuple[float, Dict[int, float]]":
     own = proc.read_process(pid)
     below = {child: proc.read_process(child) for child in children(pid)}
     return own.cpu_s if own else 0.0, {child: seen.cpu_s for child, seen in below.items() if seen}
+
+
+def _delayed_s(pid: int) -> float:
+    """Return for how long the threads of a process have been runnable without a CPU (proc(5), schedstat)."""
+    found = 0.0
+    try:
+        for thread in os.listdir("/proc/%d/task" % pid):
+            found += int(proc.read("/proc/%d/task/%s/schedstat" % (pid, thread), 128).split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        pass  # it has ended, or a kernel without CONFIG_SCHED_INFO
+    return found
 
 
 def _groups(pid: int, path: str, until: float) -> "Optional[List[Dict[str, Any]]]":
@@ -102,9 +116,9 @@ def steps(calls: "List[Tuple[str, List[List[int]]]]") -> "List[int]":
             counts = Counter(named[start:])
             rare = _RARE * max(counts.values())
             places = [i for i in range(start, len(named)) if counts[named[i]] > rare or not small[i]]
-            length = _period([named[i] for i in places])
+            length, first = _period([named[i] for i in places])
             if length:
-                return places[::length]
+                return places[first::length]
     return list(range(0, len(calls), max(1, len(calls) // _STEPS)))
 
 
@@ -115,9 +129,14 @@ def _elements(size: "List[int]") -> int:
     return found
 
 
-def _period(calls: "List[Tuple[str, str]]") -> int:
-    """Return the length of the shortest sequence that makes up all ``calls``, 0 without one."""
+def _period(calls: "List[Tuple[str, str]]") -> "Tuple[int, int]":
+    """Return the length of the shortest sequence that makes up the later half of ``calls`` or more, and where it starts
+    to repeat; 0 without one. A run starts with other calls (DistributedDataParallel compares and sends its parameters).
+    """
     for length in range(1, len(calls) // _REPEATS + 1):
-        if calls[length:] == calls[:-length]:
-            return length
-    return 0
+        first = len(calls) - length
+        while first and calls[first - 1] == calls[first - 1 + length]:
+            first -= 1
+        if len(calls) - first >= max(_REPEATS * length, len(calls) / 2):
+            return length, first
+    return 0, 0
