@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gpuboard.launch.stalls.evidence import ChildProcess, Collective, Inspection, ProcessGroup, RankEvidence, StackFrame
+from gpuboard.launch.stalls.evidence import (
+    ChildProcess,
+    Collective,
+    FileLock,
+    Inspection,
+    ProcessGroup,
+    RankEvidence,
+    StackFrame,
+)
 from gpuboard.launch.stalls.verdict import Stall, diagnose, explain
 from gpuboard.launch.stalls.waits import RankGroup, RankStatus, activity
 from gpuboard.launch.stalls.watch import StallTiming, StallWatch
@@ -84,6 +92,31 @@ def test_a_swallowed_exception_is_quoted() -> None:
     found = verdict(WAITING, seen(1, LOAD, group(11, 11)), rank1=status(1, last_error="ValueError: bad label"))
     assert found is not None
     assert "; its last line on stderr: ValueError: bad label" in found.words
+
+
+@pytest.mark.parametrize(
+    ("lock", "words", "remedy"),
+    [
+        (
+            FileLock("/data/.lock", 100, "python"),
+            "it waits for the lock on /data/.lock, held by rank 0 (gpu01:0)",
+            "release",
+        ),
+        (
+            FileLock("/data/.lock", 7, "sleep"),
+            "the lock on /data/.lock, held by process 7 (sleep)",
+            "fuser -v /data/.lock",
+        ),
+        (FileLock("", 8), "it waits for the lock on a file, held by process 8, which has ended", "fuser -v FILE"),
+        (FileLock("/a.db", 9, "python", waits=False), "; /a.db is locked by process 9 (python)", "fuser -v /a.db"),
+        (FileLock("/a.db", 0), "held by a process that cannot be seen", "fuser"),
+    ],
+)
+def test_the_holder_of_the_lock_that_a_rank_waits_for_is_named(lock: FileLock, words: str, remedy: str) -> None:
+    found = verdict(WAITING, seen(1, LOAD, group(11, 11), lock=lock))
+    assert found is not None
+    assert words in found.words
+    assert remedy in found.remedy
 
 
 def test_a_rank_that_waits_for_its_loader_is_traced_to_the_worker() -> None:

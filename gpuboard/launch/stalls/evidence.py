@@ -75,6 +75,18 @@ class ChildProcess(msgspec.Struct, frozen=True):
     stack: list[StackFrame] = []
 
 
+class FileLock(msgspec.Struct, frozen=True):
+    """A lock of a process on a file, "" if its path is unknown. ``pid`` 0: unknown; ``name`` "": it has ended.
+
+    ``waits``: the rank waits for it in the kernel; else it has the file open, too.
+    """
+
+    file: str
+    pid: Count
+    name: str = ""
+    waits: bool = True
+
+
 class RankEvidence(msgspec.Struct, frozen=True):
     """One rank: its process, the stack of its main thread (innermost frame first) and its process groups.
 
@@ -82,7 +94,8 @@ class RankEvidence(msgspec.Struct, frozen=True):
     ``moved_bytes`` its input and output in that time. ``collectives`` None: no flight recorder could be read.
     ``peer`` is the rank that it receives from or sends to, or the root of its broadcast in the process group;
     ``joins_as`` the rank and the world size that it passes to init_process_group;
-    ``source`` the line of the user's own code at which it waits, "" if that has called other Python code.
+    ``source`` the line of the user's own code at which it waits, "" if that has called other Python code;
+    ``lock`` a file lock that may keep it.
     """
 
     rank: Count
@@ -102,6 +115,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     peer: Count | None = None
     joins_as: tuple[Count, Count] | None = None
     source: str = ""
+    lock: FileLock | None = None
 
 
 class Inspection(msgspec.Struct, frozen=True):

@@ -263,7 +263,9 @@ def _behind(ones: list[Activity], waits: Mapping[int, frozenset[int]], activitie
         )
     absent = [one for one in ones if activities_in_init(waits, activities) and not one.status.joined]
     named = absent or ones
-    parts = [f"{one.status.label}, which {_is_at(one, bool(absent))}" for one in named[:_NAMED]]
+    parts = [
+        f"{one.status.label}, which {_is_at(one, bool(absent))}{_lock(one, activities)[0]}" for one in named[:_NAMED]
+    ]
     if len(named) > _NAMED:
         parts.append(f"and ranks {ranges([one.status.rank for one in named[_NAMED:]])}")
     return Stall(
@@ -271,7 +273,7 @@ def _behind(ones: list[Activity], waits: Mapping[int, frozenset[int]], activitie
         tuple(one.status.rank for one in named),
         _suspect(named),
         f"for {'; '.join(parts)}{_waiting(waits, activities)}",
-        _behind_remedy(named[0]),
+        _behind_remedy(named[0], activities),
         cpu=max(_cpu(one) for one in named),
         importing=any(one.doing == "importing" for one in named),
     )
@@ -328,7 +330,25 @@ def _worker(one: Activity) -> str:
     return ""
 
 
-def _behind_remedy(one: Activity) -> str:
+def _lock(one: Activity, activities: Mapping[int, Activity]) -> tuple[str, str]:
+    """Return for which file lock a rank waits and who holds it, and the remedy; "" without one."""
+    lock = one.evidence.lock if one.evidence is not None and one.doing == "code" else None
+    if lock is None:
+        return "", ""
+    file = clean(lock.file, 160)
+    words = f"it waits for the lock on {file or 'a file'}, held" if lock.waits else f"{file} is locked"
+    for other in activities.values():
+        pids = {other.evidence.pid, *(child.pid for child in other.evidence.children)} if other.evidence else set()
+        if lock.pid in pids and other.status.node == one.status.node:
+            return f"; {words} by {other.status.label}", "release the lock before waiting for other ranks"
+    program = f" ({clean(lock.name, 40)})" if lock.name else ", which has ended"
+    holder = f"process {lock.pid}{program}" if lock.pid else "a process that cannot be seen"
+    return f"; {words} by {holder}", f"see what has the lock: fuser -v {file or 'FILE'}"
+
+
+def _behind_remedy(one: Activity, activities: Mapping[int, Activity]) -> str:
+    if (remedy := _lock(one, activities)[1]) != "":
+        return remedy
     if one.doing == "importing":
         return "the command of --wrap has not come to its own command line" if _other_program(one) else ""
     if one.evidence is not None and not one.evidence.stack and one.evidence.stack_error:

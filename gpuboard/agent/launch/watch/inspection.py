@@ -14,6 +14,7 @@ import zlib
 from gpuboard.agent import proc
 from gpuboard.agent.launch import teardown
 from gpuboard.agent.launch.rank.traceback_text import is_library
+from gpuboard.agent.launch.watch import locks
 from gpuboard.agent.launch.watch.signs import load
 
 MYPY = False
@@ -64,6 +65,7 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dic
     until = time.monotonic() + _ANSWER_S
     collectives = {rank: _collectives(pid, path, until) for rank, pid, path in ranks}
     processes = teardown.read_processes()
+    held = locks.read()
     found = []
     spies: "Dict[int, Optional[subprocess.Popen[bytes]]]" = {}
     for rank, pid, _ in ranks:
@@ -76,6 +78,7 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dic
             "state": own.state if own else None,
             "wchan": _wchan(pid) if own and own.state == "D" else None,
             "collectives": collectives[rank],
+            "lock": locks.awaited(pid, held),
             "children": [{"pid": c.pid, "name": c.name, "state": c.state} for c in children[:_CHILDREN]],
         }
         found.append(item)
