@@ -88,6 +88,21 @@ def test_a_busy_rank_is_shown_with_its_use_of_the_cpu() -> None:
     assert "is at train.py:41 in load_batch (97 % of a core, holding the GIL)" in found.words
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[W1123 16:03:45.6 socket.cpp:200] retrying",
+        "[rank1]:[W1123 16:03:45.6 socket.cpp:200] retrying",
+        "[rank1]:W1123 16:03:45.635000 1904 torch/_logging/_internal.py:1345] [0/0] Profiler record function",
+        "train.py:3: UserWarning: deprecated",
+    ],
+)
+def test_a_warning_is_not_quoted(line: str) -> None:
+    found = verdict(WAITING, seen(1, LOAD, group(11, 11)), rank1=status(1, last_error=line))
+    assert found is not None
+    assert "stderr" not in found.words
+
+
 def test_a_swallowed_exception_is_quoted() -> None:
     found = verdict(WAITING, seen(1, LOAD, group(11, 11)), rank1=status(1, last_error="ValueError: bad label"))
     assert found is not None
@@ -103,8 +118,8 @@ def test_a_swallowed_exception_is_quoted() -> None:
             "release",
         ),
         (
-            FileLock("/data/.lock", 7, "sleep"),
-            "the lock on /data/.lock, held by process 7 (sleep)",
+            FileLock("/data/.lock", 7, "flock"),
+            "the lock on /data/.lock, held by process 7 (flock)",
             "fuser -v /data/.lock",
         ),
         (FileLock("", 8), "it waits for the lock on a file, held by process 8, which has ended", "fuser -v FILE"),
@@ -117,6 +132,13 @@ def test_the_holder_of_the_lock_that_a_rank_waits_for_is_named(lock: FileLock, w
     assert found is not None
     assert words in found.words
     assert remedy in found.remedy
+
+
+def test_the_program_that_a_rank_waits_for_is_named() -> None:
+    stack = [StackFrame("_wait", "/usr/lib/python3.11/subprocess.py", 2000), *LOAD]
+    found = verdict(WAITING, seen(1, stack, group(11, 11), children=[ChildProcess(7, "ffmpeg", "S")]))
+    assert found is not None
+    assert "which is at train.py:41 in load_batch, waiting for its process 7 (ffmpeg); rank 0" in found.words
 
 
 def test_a_rank_that_waits_for_its_loader_is_traced_to_the_worker() -> None:
@@ -261,13 +283,25 @@ def test_a_message_that_was_sent_and_does_not_arrive_is_the_network() -> None:
             (None, None),
             "because every rank waits for another one: rank 0 (gpu01:0) waits in `request.wait()` at",
         ),
+        (
+            "request.wait()",
+            (None, None, "barrier"),
+            "because every rank waits for another one: rank 0 (gpu01:0) waits in `request.wait()` at train.py:41 in "
+            "load_batch; rank 1 (gpu01:1) waits in `request.wait()` at train.py:41 in load_batch; "
+            "rank 2 (gpu02:0) waits in barrier in all_reduce (collective 4) at train.py:55 in step",
+        ),
         ("os.wait()", (None, None), None),
     ],
 )
 def test_a_handle_of_a_transfer_is_known_by_its_line(
-    source: str, peers: tuple[int | None, ...], words: str | None
+    source: str, peers: tuple[str | None, ...], words: str | None
 ) -> None:
-    found = verdict(*(seen(rank, LOAD, group(3, 3), source=source, peer=peer) for rank, peer in enumerate(peers)))
+    found = verdict(
+        *(
+            seen(rank, REDUCE, group(4, 3, op=op)) if op else seen(rank, LOAD, group(3, 3), source=source)
+            for rank, op in enumerate(peers)
+        )
+    )
     assert (found.words[: len(words)] if found and words else found) == words
 
 
@@ -357,6 +391,7 @@ class Run:
         self.quiet = quiet
         self.load = load
         self.computes = False  # rank 1 has other local variables at every inspection
+        self.calls = False  # another function now and then
         self.watch.quiet(0, 3.0, load, 3.0)
         if quiet:
             self.watch.quiet(1, 3.0, load, 3.0)
@@ -369,6 +404,8 @@ class Run:
                 begun, now = now, now + took
                 statuses = [status(0, self.watch.quiet_s(0, now)), status(1, self.watch.quiet_s(1, now))]
                 suspect = msgspec.structs.replace(self.suspect, variables=round(10 * now) if self.computes else 0)
+                if self.calls and round(10 * now) % 2:
+                    suspect = msgspec.structs.replace(suspect, stack=[StackFrame("pad", "/exp/data.py", 3), *LOAD])
                 self.watch.inspected(statuses, [Inspection([self.waiting, suspect], self.load)], now, begun)
                 if self.watch.messages:
                     return now
@@ -412,7 +449,7 @@ def test_a_rank_that_computes_before_the_first_collective_is_given_time() -> Non
 @pytest.mark.parametrize("releases_gil", [False, True])
 def test_a_rank_that_computes_for_long_is_named_without_calling_it_a_stall(releases_gil: bool) -> None:
     run = Run(msgspec.structs.replace(BUSY, gil=not releases_gil), quiet=False)
-    run.computes = not releases_gil
+    run.computes = run.calls = not releases_gil
     reported = run.follow(100)
     assert reported == pytest.approx(41, abs=2)
     assert run.watch.messages[0].startswith("waiting 40 s for rank 1 (gpu01:1), which is at train.py:41 in load_batch")
@@ -425,6 +462,21 @@ def test_a_rank_that_computes_for_long_is_named_without_calling_it_a_stall(relea
     assert reported == pytest.approx(340, abs=40)
 
 
+def test_a_rank_that_computes_in_one_function_without_calls_is_named_sooner() -> None:
+    for facts in ({}, {"stack": [StackFrame("load_batch", "/exp/train.py", 42), *LOAD[1:]]}):
+        run = Run(msgspec.structs.replace(BUSY, gil=True, **facts), quiet=False)
+        run.computes = True
+        assert run.follow(60) == pytest.approx(10.5, abs=1.0)
+        assert run.watch.messages[0].startswith("waiting 10 s for rank 1 (gpu01:1), which is at train.py:4"), "no stall"
+    for others in ({"gil": False}, {"moved_bytes": 10}, {"children": [ChildProcess(7)]}, {"stack": LOADER}):
+        run = Run(msgspec.structs.replace(BUSY, **{"gil": True, **others}), quiet=False)
+        run.computes = True
+        assert run.follow(39) is None, others
+    preparing = Run(seen(1, LOAD, cpu=0.95, gil=True), quiet=False, waiting=seen(0, REDUCE, group(1, -1)))
+    preparing.computes = True
+    assert preparing.follow(39) is None
+
+
 def test_ranks_that_are_all_idle_elsewhere_are_reported() -> None:
     run = Run(IDLE, quiet=True, waiting=seen(0, LOAD, group(11, 11)))
     assert run.follow(100) == pytest.approx(90, abs=2)
@@ -435,6 +487,20 @@ def test_a_rank_that_writes_is_given_time() -> None:
     writing = msgspec.structs.replace(BUSY, moved_bytes=10**6)
     assert Run(writing, quiet=False).follow(39) is None
     assert Run(writing, quiet=False).follow(60) == pytest.approx(41, abs=2)
+
+
+def test_a_rank_that_sleeps_while_another_of_its_threads_prints_is_reported_soon() -> None:
+    sleeping = msgspec.structs.replace(IDLE, active=False, gil=False, cpu=0.03, moved_bytes=200)
+    for load in (0.0, 8.0):
+        run = Run(sleeping, quiet=False, load=load)
+        assert run.follow(60) == pytest.approx(7.8, abs=0.8)
+        assert run.watch.messages[0].startswith("stalled: ")
+    works = {"moved_bytes": 10**5}, {"cpu": 0.9}, {"active": True}
+    for facts in works:
+        assert Run(msgspec.structs.replace(sleeping, **facts), quiet=False).follow(39) is None, facts
+    run = Run(sleeping, quiet=False)
+    run.computes = True
+    assert run.follow(39) is None, "its variables change"
 
 
 def test_a_rank_in_uninterruptible_sleep_is_given_time() -> None:

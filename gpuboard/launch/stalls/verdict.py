@@ -33,7 +33,7 @@ StallKind = Literal[
 _MATCHING = "every recv needs a send by the other rank, which must not wait itself: change the order on one of them"
 _NAMED = 3  # ranks that a sentence describes one by one
 _LITTLE = 0.01  # of a core: of an active rank whose use of the CPU is not known
-_WARNING = re.compile(r"(^|\]:)\[[IW]\d{4} |Warning\b")  # of torch's C++ code, of Python
+_WARNING = re.compile(r"(^|\]:)\[?[IW]\d{4} |Warning\b")  # of torch's C++ code and its Python code, of Python
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -75,7 +75,12 @@ def diagnose(activities: Mapping[int, Activity]) -> Stall | None:
         return _behind([activities[rank] for rank in sorted(last)], waits, activities)
     if any(not blockers for blockers in waits.values()):
         at_same = [activities[rank] for rank, blockers in sorted(waits.items()) if not blockers]
-        return _mismatch(at_same, activities) or _other_roots(at_same) or _unmatched(at_same) or _network(at_same)
+        return (
+            _mismatch(at_same, activities)
+            or _other_roots(at_same)
+            or _unmatched(at_same, waits, activities)
+            or _network(at_same)
+        )
     return _cycle(waits, activities)
 
 
@@ -306,6 +311,8 @@ def _is_at(one: Activity, absent: bool) -> str:
     how = ""
     if evidence is not None and _cpu(one) and evidence.cpu is not None:
         how = f" ({round(100 * evidence.cpu)} % of a core{', holding the GIL' if evidence.gil else ''})"
+    if evidence is not None and evidence.stack and evidence.stack[0].file.endswith("/subprocess.py"):
+        how = "".join(f", waiting for its process {c.pid} ({clean(c.name, 40)})" for c in evidence.children[:1]) + how
     last = clean(one.status.last_error, 200)
     quoted = f"; its last line on stderr: {last}" if last and not _WARNING.search(last) else ""
     return f"{before}is{place}{how}{quoted}"
@@ -338,8 +345,7 @@ def _lock(one: Activity, activities: Mapping[int, Activity]) -> tuple[str, str]:
     file = clean(lock.file, 160)
     words = f"it waits for the lock on {file or 'a file'}, held" if lock.waits else f"{file} is locked"
     for other in activities.values():
-        pids = {other.evidence.pid, *(child.pid for child in other.evidence.children)} if other.evidence else set()
-        if lock.pid in pids and other.status.node == one.status.node:
+        if other.evidence is not None and (other.status.node, other.evidence.pid) == (one.status.node, lock.pid):
             return f"; {words} by {other.status.label}", "release the lock before waiting for other ranks"
     program = f" ({clean(lock.name, 40)})" if lock.name else ", which has ended"
     holder = f"process {lock.pid}{program}" if lock.pid else "a process that cannot be seen"
@@ -419,7 +425,9 @@ def _other_roots(ones: list[Activity]) -> Stall | None:
     )
 
 
-def _unmatched(ones: list[Activity]) -> Stall | None:
+def _unmatched(
+    ones: list[Activity], waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]
+) -> Stall | None:
     """Return the verdict if every rank waits and some of them for a send or receive of an unknown rank."""
     if not any(one.peer is None and one.call in {"send", "recv", HANDLE_WAIT} for one in ones):
         return None
@@ -428,7 +436,8 @@ def _unmatched(ones: list[Activity]) -> Stall | None:
         "stall-mismatch",
         tuple(one.status.rank for one in ones),
         None,
-        f"because every rank waits for another one: {'; '.join(parts)}",
+        f"because every rank waits for another one: {'; '.join(parts)}"
+        f"{_waiting({rank: blockers for rank, blockers in waits.items() if blockers}, activities)}",
         "no rank sends or sets what these wait for: compare the order of the calls on all ranks",
     )
 

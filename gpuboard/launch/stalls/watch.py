@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from gpuboard.agent.launch.rank.traceback_text import is_library
 from gpuboard.launch.stalls.evidence import Inspection, RankEvidence
 from gpuboard.launch.stalls.verdict import Stall, diagnose, grouped, picture, seconds
 from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity
@@ -30,6 +31,9 @@ class StallTiming(msgspec.Struct, frozen=True):
     blocked_s: float = 15.0
     # wait for a rank that computes at one place with the GIL held: torch releases it in its own computations
     busy_s: float = 7.0
+    # wait for a rank that computes in one function of the script with the GIL held, without a call of another one: what
+    # takes that long in Python has calls, as a rule
+    loop_s: float = 10.0
     # wait for a rank that computes or writes and whose stack changes: a slow step, a checkpoint; also for one that
     # computes before the first collective is complete: rank 0 often prepares the data for all
     slow_s: float = 40.0
@@ -46,6 +50,10 @@ class StallTiming(msgspec.Struct, frozen=True):
 
 
 DEFAULT_STALL_TIMING = StallTiming()
+
+# In a second, of a rank whose main thread sleeps: its other threads show a progress bar or write a log
+_ASIDE_BYTES = 4096
+_ASIDE_CPU = 0.2  # of a core
 
 
 class StallReport(msgspec.Struct, frozen=True):
@@ -87,6 +95,9 @@ class StallWatch:
         self._confirmed = False  # by a second inspection
         self._suspects: object = None  # stacks of the suspects at the newest inspection
         self._still_since = 0.0  # since when these have been the same
+        self._loops: object = None  # functions in which these compute without a call
+        self._loop_since = 0.0  # since when these have been the same
+        self._asleep = False  # the main threads of the suspects
         self._preparing = False  # no collective is complete yet
         self._repeat_at = 0.0
         self._repeat_s = timing.repeat_s
@@ -151,15 +162,19 @@ class StallWatch:
             self._key, self._confirmed = key, False
             waiting = [self._quiet[r] for r, one in activities.items() if one.waits and r in self._quiet]
             self._since = min(max(waiting, default=now), now)
-            self._still_since = self._since
+            self._still_since = self._loop_since = self._since
             self._look_at = max(now, now - took_s + self._timing.again_s)
         else:
             self._confirmed = True
             self._next_on_gpus = now + min(self._gpu_s, self._timing.again_s)
         stacks = [_stack(activities[rank]) for rank in stall.ranks if rank in activities]
         suspects = [one for rank, one in evidence.items() if rank in stall.ranks]
-        if stacks != self._suspects or any(one.moved_bytes or one.gil is False for one in suspects):
+        self._asleep = all(map(_sleeps, suspects))
+        if stacks != self._suspects or any(map(_works, suspects)):
             self._suspects, self._still_since = stacks, now
+        loops = [_loop(one) for one in suspects]
+        if loops != self._loops or None in loops:
+            self._loops, self._loop_since = loops, now
         place = _place(stall, activities)
         waited = now - self._since
         left = self._wanted(stall, place, now) - waited
@@ -183,11 +198,12 @@ class StallWatch:
             earlier = self._since - max((self._quiet.get(rank, now) for rank in stall.ranks), default=now)
             return max(timing.sure_s, idle_s - max(0.0, earlier), 2.0 * self._patience.get(place, 0.0))
         # Where CPUs are scarce, the same work takes longer by the share that the rank does not get.
-        slowdown = max(1.0, min(max(1.0, self._load), 1.0 / stall.cpu, 4.0))
+        slowdown = 1.0 if self._asleep else max(1.0, min(max(1.0, self._load), 1.0 / stall.cpu, 4.0))
         wanted = (timing.importing_s if stall.importing else timing.slow_s) * slowdown
         if not stall.importing and not self._preparing:  # sooner if its stack stays the same
             still_s = self._still_since - self._since + timing.busy_s - 2 * timing.again_s
-            wanted = min(wanted, max(timing.busy_s * slowdown, still_s))
+            loop_s = self._loop_since - self._since + timing.loop_s - 2 * timing.again_s
+            wanted = min(wanted, max(timing.busy_s * slowdown, still_s), max(timing.loop_s * slowdown, loop_s))
         return max(wanted, 2.0 * self._patience.get(place, 0.0))
 
     def _computes(self, stall: Stall, waited: float, now: float) -> bool:
@@ -246,6 +262,23 @@ class StallWatch:
 def _progress(one: Activity) -> object:
     groups = (one.evidence.collectives if one.evidence else None) or []
     return one.status.rank, one.doing, tuple((g.name, g.enqueued, g.completed) for g in groups)
+
+
+def _sleeps(one: RankEvidence) -> bool:
+    """Whether the main thread of a rank sleeps, and its other threads and processes do not work for it either."""
+    return one.active is False and (one.cpu or 0.0) < _ASIDE_CPU and one.moved_bytes < _ASIDE_BYTES
+
+
+def _loop(one: RankEvidence) -> object:
+    """Return the innermost function and where it was called if a rank computes there, in the user's own code."""
+    if not one.gil or one.moved_bytes or one.children or not one.stack or is_library(one.stack[0].file):
+        return None
+    return one.stack[0].function, one.stack[0].file, one.stack[1:]
+
+
+def _works(one: RankEvidence) -> bool:
+    """Whether a rank may make progress although its stack stays the same: it moves data, or runs native code."""
+    return not _sleeps(one) and (one.moved_bytes > 0 or one.gil is False)
 
 
 def _stack(one: Activity) -> object:
