@@ -1,15 +1,14 @@
-"""The verdict on a run in which nothing moves: rules in order, and their wording (pure)."""
+"""The verdict on a run in which nothing moves: rules in the order of docs/launch-protocol.md (pure)."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from gpuboard.launch.stalls.differences import difference_at
-from gpuboard.launch.stalls.evidence import RankEvidence, dataset_frame
+from gpuboard.launch.stalls.evidence import RankEvidence
 from gpuboard.launch.stalls.pace import GroupPace
 from gpuboard.launch.stalls.waits import (
     DEFAULT_GROUP,
@@ -23,17 +22,26 @@ from gpuboard.launch.stalls.waits import (
     roots,
     waits_for,
 )
+from gpuboard.launch.stalls.words import (
+    NAMED,
+    at_place,
+    collective,
+    cpu,
+    describe,
+    is_at,
+    lock,
+    other_program,
+    seconds,
+    waiting,
+)
 from gpuboard.model.text import clean
-from gpuboard.model.units import format_duration, ranges
+from gpuboard.model.units import ranges
 
 StallKind = Literal[
     "stall-absent", "stall-stopped", "stall-ended", "stall-behind", "stall-mismatch", "stall-network", "stall-idle"
 ]
 
 _MATCHING = "every recv needs a send by the other rank, which must not wait itself: change the order on one of them"
-_NAMED = 3  # ranks that a sentence describes one by one
-_LITTLE = 0.01  # of a core: of an active rank whose use of the CPU is not known
-_WARNING = re.compile(r"(^|\]:)\[?[IW]\d{4} |Warning\b")  # of torch's C++ code and its Python code, of Python
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -52,11 +60,6 @@ class Stall(msgspec.Struct, frozen=True):
     def text(self, waited_s: float) -> str:
         """Return the verdict as one sentence."""
         return f"waiting {seconds(waited_s)} {self.words}"
-
-
-def seconds(length: float) -> str:
-    """Return a waiting time as text: ``12 s``, ``3m20s`` from two minutes on."""
-    return f"{round(length)} s" if length < 120 else format_duration(round(length))
 
 
 def diagnose(activities: Mapping[int, Activity]) -> Stall | None:
@@ -128,7 +131,7 @@ def grouped(activities: Mapping[int, Activity], stall: Stall | None) -> list[Ran
     found: dict[tuple[str, str, tuple[int, ...], bool], list[int]] = {}
     for rank, one in activities.items():
         blockers = sorted(waits.get(rank, ()))
-        key = one.doing, _doing(one), tuple(blockers), rank in named
+        key = one.doing, describe(one), tuple(blockers), rank in named
         found.setdefault(key, []).append(rank)
     return [
         RankGroup(ranks, doing, words, list(blockers), suspect)
@@ -145,59 +148,8 @@ def picture(groups: Iterable[RankGroup], activities: Mapping[int, Activity]) -> 
     return lines
 
 
-def _doing(one: Activity) -> str:
-    if one.doing == "ended":
-        return "ended" if one.status.exit_code is None else f"ended with exit code {one.status.exit_code}"
-    words = {
-        "stopped": "stopped",
-        "blocked": "in uninterruptible sleep",
-        "importing": f"still runs {_other_program(one)}" if _other_program(one) else "still importing torch",
-        "init": f"waits in {one.call or 'init_process_group'}",
-        "collective": f"waits in {_collective(one)}",
-        "data": "waits for its DataLoader",
-        "code": "running" if one.status.quiet_s is None else _idle(one),
-        "unknown": "state unknown",
-    }[one.doing]
-    return f"{words}{_at(one)}{_worker(one) if one.doing == 'data' else ''}"
-
-
-def _idle(one: Activity) -> str:
-    at_exit = one.frame is not None and one.frame.function == "_shutdown" and one.frame.file.endswith("threading.py")
-    return "its script has ended, and it waits for its other threads" if at_exit else "idle"
-
-
-def _at(one: Activity) -> str:
-    return f" at {one.place}" if one.place else ""
-
-
-def _collective(one: Activity) -> str:
-    now = one.current
-    if one.peer is not None:
-        return f"{one.call} {'from' if one.call == 'recv' else 'to'} rank {one.peer}"
-    if one.call == HANDLE_WAIT and one.evidence is not None and one.evidence.source:
-        return f"`{clean(one.evidence.source, 80)}`"
-    if one.group is None or now is None:
-        return one.call or "a collective"
-    group = "" if one.group.name == "0" else f" of group {clean(one.group.name, 40)}"
-    inside = f" in {one.call}" if one.call and now.op.strip("_") not in one.call else ""
-    return f"{now.op}{inside} (collective {now.seq}{group})"
-
-
 def _suspect(ones: list[Activity]) -> str | None:
     return ones[0].status.node if len(ones) == 1 else None
-
-
-def _waiting(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> str:
-    """Return ``; ranks 0,2-3 wait in all_reduce (collective 12) at train.py:55``, and so for each such place."""
-    ones = [activities[rank] for rank in sorted(waits)]
-    if not ones:
-        return ""
-    doing: dict[str, list[Activity]] = {}
-    for one in ones:
-        doing.setdefault(_doing(one).removeprefix("waits "), []).append(one)
-    parts = [f"; {ranks_label(same)} {'waits' if len(same) == 1 else 'wait'} {words}" for words, same in doing.items()]
-    more = f"; {len(parts) - _NAMED} more places" if len(parts) > _NAMED else ""
-    return "".join(parts[:_NAMED]) + more
 
 
 def _wrong_numbers(activities: Mapping[int, Activity]) -> Stall | None:
@@ -214,37 +166,35 @@ def _wrong_numbers(activities: Mapping[int, Activity]) -> Stall | None:
     ones = [activities[rank] for rank in joins]
     parts = [
         f"{activities[rank].status.label} passed rank={number} and world_size={size}"
-        for rank, (number, size) in list(joins.items())[:_NAMED]
+        for rank, (number, size) in list(joins.items())[:NAMED]
     ]
-    parts += [f"{len(joins) - _NAMED} more"] if len(joins) > _NAMED else []
-    return Stall(
-        "stall-mismatch",
-        tuple(joins),
-        _suspect(ones),
-        f"in init_process_group{_at(ones[0])}: the run has {len(activities)} ranks; {'; '.join(parts)}",
+    parts += [f"{len(joins) - NAMED} more"] if len(joins) > NAMED else []
+    return _differ(
+        ones,
+        f"in init_process_group{at_place(ones[0])}: the run has {len(activities)} ranks; {'; '.join(parts)}",
         "call init_process_group without rank and world_size, or with RANK (not LOCAL_RANK) and WORLD_SIZE",
-        sure=True,
+        node=_suspect(ones),
     )
 
 
 def _stopped(ones: list[Activity], waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:
     parts = []
-    for one in ones[:_NAMED]:
+    for one in ones[:NAMED]:
         evidence = one.evidence
         if one.doing == "stopped":
             state = "is stopped (SIGSTOP, ctrl-Z or a debugger)"
         else:
             where = f" in {clean(evidence.wchan, 60)}" if evidence and evidence.wchan else ""
             state = f"is in uninterruptible sleep{where} (driver or file system)"
-        parts.append(f"{one.status.label}, which {state}{_at(one)}")
-    if len(ones) > _NAMED:
-        parts.append(f"{len(ones) - _NAMED} more")
+        parts.append(f"{one.status.label}, which {state}{at_place(one)}")
+    if len(ones) > NAMED:
+        parts.append(f"{len(ones) - NAMED} more")
     pids = [f"kill -CONT {one.evidence.pid} on {one.status.node}" for one in ones[:1] if one.evidence]
     return Stall(
         "stall-stopped",
         tuple(one.status.rank for one in ones),
         _suspect(ones),
-        f"for {'; '.join(parts)}{_waiting(waits, activities)}",
+        f"for {'; '.join(parts)}{waiting(waits, activities)}",
         f"to continue it: {pids[0]}" if pids and ones[0].doing == "stopped" else "",
         sure=ones[0].doing == "stopped",
     )
@@ -261,25 +211,23 @@ def _behind(ones: list[Activity], waits: Mapping[int, frozenset[int]], activitie
             tuple(one.status.rank for one in ended),
             _suspect(ended),
             f"for {ranks_label(ended)}, which {how} and {verb} part in no further collective"
-            f"{_waiting(waits, activities)}",
+            f"{waiting(waits, activities)}",
             "the ranks run different numbers of steps (uneven inputs?): use drop_last=True, "
             "torch.distributed.algorithms.Join, or the same number of steps on every rank",
             sure=True,
         )
     absent = [one for one in ones if activities_in_init(waits, activities) and not one.status.joined]
     named = absent or ones
-    parts = [
-        f"{one.status.label}, which {_is_at(one, bool(absent))}{_lock(one, activities)[0]}" for one in named[:_NAMED]
-    ]
-    if len(named) > _NAMED:
-        parts.append(f"and ranks {ranges([one.status.rank for one in named[_NAMED:]])}")
+    parts = [f"{one.status.label}, which {is_at(one, bool(absent))}{lock(one, activities)[0]}" for one in named[:NAMED]]
+    if len(named) > NAMED:
+        parts.append(f"and ranks {ranges([one.status.rank for one in named[NAMED:]])}")
     return Stall(
         "stall-absent" if absent else "stall-behind",
         tuple(one.status.rank for one in named),
         _suspect(named),
-        f"for {'; '.join(parts)}{_waiting(waits, activities)}",
+        f"for {'; '.join(parts)}{waiting(waits, activities)}",
         _behind_remedy(named[0], activities),
-        cpu=max(_cpu(one) for one in named),
+        cpu=max(cpu(one) for one in named),
         importing=any(one.doing == "importing" for one in named),
     )
 
@@ -289,74 +237,11 @@ def activities_in_init(waits: Mapping[int, frozenset[int]], activities: Mapping[
     return any(activities[rank].doing == "init" for rank in waits)
 
 
-def _cpu(one: Activity) -> float:
-    """Return the share of a core that a rank uses, 0 for one that is quiet."""
-    if one.status.quiet_s is not None:
-        return 0.0
-    return max(_LITTLE, (one.evidence.cpu if one.evidence else None) or 0.0)
-
-
-def _is_at(one: Activity, absent: bool) -> str:
-    """Return what a rank that others wait for is doing, after "which"."""
-    place = f" at {one.place}" if one.place else " at an unknown place"
-    before = "has not called init_process_group: it " if absent else ""
-    if one.doing == "importing":
-        other = _other_program(one)
-        return f"has not started Python: its process still runs {other}" if other else "is still importing torch"
-    if one.doing == "data":
-        return f"{before}waits for its DataLoader{place}{_worker(one)}"
-    if one.doing == "unknown":
-        return f"{before}cannot be inspected"
-    evidence = one.evidence
-    how = ""
-    if evidence is not None and _cpu(one) and evidence.cpu is not None:
-        how = f" ({round(100 * evidence.cpu)} % of a core{', holding the GIL' if evidence.gil else ''})"
-    if evidence is not None and evidence.stack and evidence.stack[0].file.endswith("/subprocess.py"):
-        how = "".join(f", waiting for its process {c.pid} ({clean(c.name, 40)})" for c in evidence.children[:1]) + how
-    last = clean(one.status.last_error, 200)
-    quoted = f"; its last line on stderr: {last}" if last and not _WARNING.search(last) else ""
-    return f"{before}is{place}{how}{quoted}"
-
-
-def _other_program(one: Activity) -> str:
-    """Return the program that a rank runs in place of Python (--wrap), "" if it is Python or unknown."""
-    evidence = one.evidence
-    if evidence is None or evidence.stack or "python" in evidence.name:
-        return ""
-    return clean(evidence.name, 40)
-
-
-def _worker(one: Activity) -> str:
-    """Return where the DataLoader workers of a rank are."""
-    children = one.evidence.children if one.evidence else []
-    for child in children:
-        if child.state in {"T", "t"}:
-            return f", whose worker {child.pid} is stopped"
-        if (frame := dataset_frame(child.stack)) is not None:
-            return f", whose worker {child.pid} is at {frame.place}"
-    return ""
-
-
-def _lock(one: Activity, activities: Mapping[int, Activity]) -> tuple[str, str]:
-    """Return for which file lock a rank waits and who holds it, and the remedy; "" without one."""
-    lock = one.evidence.lock if one.evidence is not None and one.doing == "code" else None
-    if lock is None:
-        return "", ""
-    file = clean(lock.file, 160)
-    words = f"it waits for the lock on {file or 'a file'}, held" if lock.waits else f"{file} is locked"
-    for other in activities.values():
-        if other.evidence is not None and (other.status.node, other.evidence.pid) == (one.status.node, lock.pid):
-            return f"; {words} by {other.status.label}", "release the lock before waiting for other ranks"
-    program = f" ({clean(lock.name, 40)})" if lock.name else ", which has ended"
-    holder = f"process {lock.pid}{program}" if lock.pid else "a process that cannot be seen"
-    return f"; {words} by {holder}", f"see what has the lock: fuser -v {file or 'FILE'}"
-
-
 def _behind_remedy(one: Activity, activities: Mapping[int, Activity]) -> str:
-    if (remedy := _lock(one, activities)[1]) != "":
+    if (remedy := lock(one, activities)[1]) != "":
         return remedy
     if one.doing == "importing":
-        return "the command of --wrap has not come to its own command line" if _other_program(one) else ""
+        return "the command of --wrap has not come to its own command line" if other_program(one) else ""
     if one.evidence is not None and not one.evidence.stack and one.evidence.stack_error:
         return f"its stack cannot be read: {clean(one.evidence.stack_error, 200)}"
     return ""
@@ -369,38 +254,28 @@ def _mismatch(ones: list[Activity], activities: Mapping[int, Activity]) -> Stall
     if found is None:
         return None
     words, suspects, others = found
-    return Stall(
-        "stall-mismatch",
-        tuple(one.status.rank for one in suspects or others),
-        _suspect(suspects),
-        f"because {words}",
-        "every rank must call the same collectives in the same order, with the same shapes and dtypes",
-        sure=True,
-    )
+    remedy = "every rank must call the same collectives in the same order, with the same shapes and dtypes"
+    return _differ(suspects or others, f"because {words}", remedy, node=_suspect(suspects))
 
 
 def elsewhere(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> dict[int, str]:
     """Return what each rank does that takes part in no collective, as it follows "which"."""
     activities = [activity(status, evidence.get(status.rank)) for status in statuses]
-    return {one.status.rank: _is_at(one, absent=False) for one in activities if one.doing in {"code", "data"}}
+    return {one.status.rank: is_at(one, absent=False) for one in activities if one.doing in {"code", "data"}}
 
 
 def _cycle(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:
     ones = [activities[rank] for rank in sorted(waits)]
     parts = [
-        f"{one.status.label} waits in {_collective(one)}{_at(one)}"
+        f"{one.status.label} waits in {collective(one)}{at_place(one)}"
         + (f" for {rank_words(waits[one.status.rank])}" if one.peer is None else "")
-        for one in ones[:_NAMED]
+        for one in ones[:NAMED]
     ]
-    return Stall(
-        "stall-mismatch",
-        tuple(waits),
-        None,
+    transfers = any(one.peer is not None for one in ones)
+    return _differ(
+        ones,
         f"because the ranks wait for each other: {'; '.join(parts)}",
-        _MATCHING
-        if any(one.peer is not None for one in ones)
-        else "every rank must use its process groups in the same order",
-        sure=True,
+        _MATCHING if transfers else "every rank must use its process groups in the same order",
     )
 
 
@@ -408,21 +283,15 @@ def _other_roots(ones: list[Activity]) -> Stall | None:
     """Return the verdict if the ranks in one collective call gave it different roots, None if they agree."""
     roots: dict[int, list[Activity]] = {}
     for one in ones:
-        same_call = one.current is not None and _collective(one) == _collective(ones[0])
+        same_call = one.current is not None and collective(one) == collective(ones[0])
         if same_call and one.evidence is not None and one.evidence.peer is not None:
             roots.setdefault(one.evidence.peer, []).append(one)
     if len(roots) < 2:
         return None
     of = "" if ones[0].group is None or ones[0].group.name == DEFAULT_GROUP else " of the group"
-    parts = [f"{ranks_label(same)} named rank {root}{of}{_at(same[0])}" for root, same in roots.items()]
-    return Stall(
-        "stall-mismatch",
-        tuple(one.status.rank for one in ones),
-        None,
-        f"because the ranks differ in src or dst of {_collective(ones[0])}: {'; '.join(parts)}",
-        "every rank must pass the same src or dst",
-        sure=True,
-    )
+    parts = [f"{ranks_label(same)} named rank {root}{of}{at_place(same[0])}" for root, same in roots.items()]
+    words = f"because the ranks differ in src or dst of {collective(ones[0])}: {'; '.join(parts)}"
+    return _differ(ones, words, "every rank must pass the same src or dst")
 
 
 def _unmatched(
@@ -431,15 +300,18 @@ def _unmatched(
     """Return the verdict if every rank waits and some of them for a send or receive of an unknown rank."""
     if not any(one.peer is None and one.call in {"send", "recv", HANDLE_WAIT} for one in ones):
         return None
-    parts = [f"{one.status.label} waits in {_collective(one)}{_at(one)}" for one in ones[:_NAMED]]
-    return Stall(
-        "stall-mismatch",
-        tuple(one.status.rank for one in ones),
-        None,
-        f"because every rank waits for another one: {'; '.join(parts)}"
-        f"{_waiting({rank: blockers for rank, blockers in waits.items() if blockers}, activities)}",
+    parts = [f"{one.status.label} waits in {collective(one)}{at_place(one)}" for one in ones[:NAMED]]
+    others = waiting({rank: blockers for rank, blockers in waits.items() if blockers}, activities)
+    return _differ(
+        ones,
+        f"because every rank waits for another one: {'; '.join(parts)}{others}",
         "no rank sends or sets what these wait for: compare the order of the calls on all ranks",
+        sure=False,
     )
+
+
+def _differ(ones: list[Activity], words: str, remedy: str, *, node: str | None = None, sure: bool = True) -> Stall:
+    return Stall("stall-mismatch", tuple(one.status.rank for one in ones), node, words, remedy, sure=sure)
 
 
 def _network(ones: list[Activity]) -> Stall:
@@ -448,7 +320,7 @@ def _network(ones: list[Activity]) -> Stall:
             "stall-network",
             tuple(one.status.rank for one in ones),
             None,
-            f"in {ones[0].call or 'init_process_group'}{_at(ones[0])}: {ranks_label(ones)} "
+            f"in {ones[0].call or 'init_process_group'}{at_place(ones[0])}: {ranks_label(ones)} "
             "have not connected to the store of this run",
             "leave MASTER_ADDR and MASTER_PORT as they are, and call init_process_group without init_method",
         )
@@ -462,8 +334,8 @@ def _network(ones: list[Activity]) -> Stall:
         "stall-network",
         tuple(one.status.rank for one in ones),
         None,
-        f"in {_collective(ones[0]) if ones[0].doing == 'collective' else ones[0].call or 'init_process_group'}"
-        f"{_at(ones[0])}: {ranks_label(ones)} take part with equal arguments, "
+        f"in {collective(ones[0]) if ones[0].doing == 'collective' else ones[0].call or 'init_process_group'}"
+        f"{at_place(ones[0])}: {ranks_label(ones)} take part with equal arguments, "
         f"so {between} may not deliver",
         "check the network: `gpuboard launch --preflight-only`, firewall, interface (GLOO_SOCKET_IFNAME, "
         "NCCL_SOCKET_IFNAME)",

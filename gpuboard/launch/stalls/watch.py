@@ -12,8 +12,9 @@ import msgspec
 
 from gpuboard.agent.launch.rank.traceback_text import is_library
 from gpuboard.launch.stalls.evidence import Inspection, RankEvidence
-from gpuboard.launch.stalls.verdict import Stall, diagnose, grouped, picture, seconds
+from gpuboard.launch.stalls.verdict import Stall, diagnose, grouped, picture
 from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity
+from gpuboard.launch.stalls.words import seconds
 
 
 class StallTiming(msgspec.Struct, frozen=True):

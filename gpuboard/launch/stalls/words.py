@@ -1,0 +1,137 @@
+"""What a rank is doing, in words (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from gpuboard.launch.stalls.evidence import dataset_frame
+from gpuboard.launch.stalls.waits import HANDLE_WAIT, Activity, ranks_label
+from gpuboard.model.text import clean
+from gpuboard.model.units import format_duration
+
+NAMED = 3  # ranks, or places, that a sentence describes one by one
+_LITTLE = 0.01  # of a core: of an active rank whose use of the CPU is not known
+_WARNING = re.compile(r"(^|\]:)\[?[IW]\d{4} |Warning\b")  # of torch's C++ code and its Python code, of Python
+
+
+def seconds(length: float) -> str:
+    """Return a waiting time as text: ``12 s``, ``3m20s`` from two minutes on."""
+    return f"{round(length)} s" if length < 120 else format_duration(round(length))
+
+
+def describe(one: Activity) -> str:
+    """Return what a rank does, and where."""
+    if one.doing == "ended":
+        return "ended" if one.status.exit_code is None else f"ended with exit code {one.status.exit_code}"
+    words = {
+        "stopped": "stopped",
+        "blocked": "in uninterruptible sleep",
+        "importing": f"still runs {other_program(one)}" if other_program(one) else "still importing torch",
+        "init": f"waits in {one.call or 'init_process_group'}",
+        "collective": f"waits in {collective(one)}",
+        "data": "waits for its DataLoader",
+        "code": "running" if one.status.quiet_s is None else _idle(one),
+        "unknown": "state unknown",
+    }[one.doing]
+    return f"{words}{at_place(one)}{_worker(one) if one.doing == 'data' else ''}"
+
+
+def _idle(one: Activity) -> str:
+    at_exit = one.frame is not None and one.frame.function == "_shutdown" and one.frame.file.endswith("threading.py")
+    return "its script has ended, and it waits for its other threads" if at_exit else "idle"
+
+
+def at_place(one: Activity) -> str:
+    """Return `` at train.py:41 in step``, "" if its place is unknown."""
+    return f" at {one.place}" if one.place else ""
+
+
+def collective(one: Activity) -> str:
+    """Return in which collective or transfer a rank waits."""
+    now = one.current
+    if one.peer is not None:
+        return f"{one.call} {'from' if one.call == 'recv' else 'to'} rank {one.peer}"
+    if one.call == HANDLE_WAIT and one.evidence is not None and one.evidence.source:
+        return f"`{clean(one.evidence.source, 80)}`"
+    if one.group is None or now is None:
+        return one.call or "a collective"
+    group = "" if one.group.name == "0" else f" of group {clean(one.group.name, 40)}"
+    inside = f" in {one.call}" if one.call and now.op.strip("_") not in one.call else ""
+    return f"{now.op}{inside} (collective {now.seq}{group})"
+
+
+def waiting(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> str:
+    """Return ``; ranks 0,2-3 wait in all_reduce (collective 12) at train.py:55``, and so for each such place."""
+    ones = [activities[rank] for rank in sorted(waits)]
+    if not ones:
+        return ""
+    doing: dict[str, list[Activity]] = {}
+    for one in ones:
+        doing.setdefault(describe(one).removeprefix("waits "), []).append(one)
+    parts = [f"; {ranks_label(same)} {'waits' if len(same) == 1 else 'wait'} {words}" for words, same in doing.items()]
+    more = f"; {len(parts) - NAMED} more places" if len(parts) > NAMED else ""
+    return "".join(parts[:NAMED]) + more
+
+
+def cpu(one: Activity) -> float:
+    """Return the share of a core that a rank uses, 0 for one that is quiet."""
+    if one.status.quiet_s is not None:
+        return 0.0
+    return max(_LITTLE, (one.evidence.cpu if one.evidence else None) or 0.0)
+
+
+def is_at(one: Activity, absent: bool) -> str:
+    """Return what a rank that others wait for is doing, after "which"."""
+    place = f" at {one.place}" if one.place else " at an unknown place"
+    before = "has not called init_process_group: it " if absent else ""
+    if one.doing == "importing":
+        other = other_program(one)
+        return f"has not started Python: its process still runs {other}" if other else "is still importing torch"
+    if one.doing == "data":
+        return f"{before}waits for its DataLoader{place}{_worker(one)}"
+    if one.doing == "unknown":
+        return f"{before}cannot be inspected"
+    evidence = one.evidence
+    how = ""
+    if evidence is not None and cpu(one) and evidence.cpu is not None:
+        how = f" ({round(100 * evidence.cpu)} % of a core{', holding the GIL' if evidence.gil else ''})"
+    if evidence is not None and evidence.stack and evidence.stack[0].file.endswith("/subprocess.py"):
+        how = "".join(f", waiting for its process {c.pid} ({clean(c.name, 40)})" for c in evidence.children[:1]) + how
+    last = clean(one.status.last_error, 200)
+    quoted = f"; its last line on stderr: {last}" if last and not _WARNING.search(last) else ""
+    return f"{before}is{place}{how}{quoted}"
+
+
+def other_program(one: Activity) -> str:
+    """Return the program that a rank runs in place of Python (--wrap), "" if it is Python or unknown."""
+    evidence = one.evidence
+    if evidence is None or evidence.stack or "python" in evidence.name:
+        return ""
+    return clean(evidence.name, 40)
+
+
+def _worker(one: Activity) -> str:
+    """Return where the DataLoader workers of a rank are."""
+    children = one.evidence.children if one.evidence else []
+    for child in children:
+        if child.state in {"T", "t"}:
+            return f", whose worker {child.pid} is stopped"
+        if (frame := dataset_frame(child.stack)) is not None:
+            return f", whose worker {child.pid} is at {frame.place}"
+    return ""
+
+
+def lock(one: Activity, activities: Mapping[int, Activity]) -> tuple[str, str]:
+    """Return for which file lock a rank waits and who holds it, and the remedy; "" without one."""
+    held = one.evidence.lock if one.evidence is not None and one.doing == "code" else None
+    if held is None:
+        return "", ""
+    file = clean(held.file, 160)
+    words = f"it waits for the lock on {file or 'a file'}, held" if held.waits else f"{file} is locked"
+    for other in activities.values():
+        if other.evidence is not None and (other.status.node, other.evidence.pid) == (one.status.node, held.pid):
+            return f"; {words} by {other.status.label}", "release the lock before waiting for other ranks"
+    program = f" ({clean(held.name, 40)})" if held.name else ", which has ended"
+    holder = f"process {held.pid}{program}" if held.pid else "a process that cannot be seen"
+    return f"; {words} by {holder}", f"see what has the lock: fuser -v {file or 'FILE'}"
