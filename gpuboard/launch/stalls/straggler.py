@@ -75,7 +75,12 @@ class PaceWatch:
         """Return whether to look now."""
         if not self._next:
             self._next, self._sooner = now + self._timing.first_s, now + self._timing.sooner_s
-        return self.counts(now) or (self._left > 0 and now >= self._sooner)
+        return self.counts(now) or (self.first and now >= self._sooner)
+
+    @property
+    def first(self) -> bool:
+        """Whether looks still look at the first steps."""
+        return self._left > 0
 
     def counts(self, now: float) -> bool:
         """Return whether a look now is one of those that count."""
@@ -101,8 +106,6 @@ class PaceWatch:
 
     def looked_sooner(self, found: Sequence[GroupPace], calls: int, now: float) -> None:
         """Evaluate a look at the first steps: ``found`` is empty before there are enough; ``calls`` there are."""
-        if self._left <= 0:
-            return
         slowest = _slowest(found)
         if slowest is not None:
             self._left -= 1
@@ -202,8 +205,9 @@ class Straggler:
             calls = self._calls if self._readings.keys() >= self._ranks.keys() else []
             if self.watch.counts(now):
                 self.watch.looked(paces(calls, self.watch.judged), now)
-            count = sum(one.calls.first + len(one.calls.gaps_us) for one in calls)
-            self.watch.looked_sooner(first_paces(calls, self._readings), count, now)
+            if self.watch.first:
+                count = sum(one.calls.first + len(one.calls.gaps_us) for one in calls)
+                self.watch.looked_sooner(first_paces(calls, self._readings), count, now)
             self._calls = []
 
     def take_gpus(self, snapshot: Snapshot) -> None:
