@@ -33,8 +33,8 @@ from tests.nodes import missing
 
 HEALTHY = Path(__file__).parents[1] / "tests" / "faults" / "healthy.py"
 SHAPES = ["slow_start", "slow_steps", "computing", "checkpoint", "accumulation", "joined", "loader", "tiny", "large",
-          "subgroups", "barriers", "evaluation", "last_save", "build", "gathering", "imbalance", "turns",
-          "warming"]  # fmt: skip
+          "subgroups", "barriers", "evaluation", "gpu_evaluation", "last_save", "build", "gathering", "imbalance",
+          "turns", "warming"]  # fmt: skip
 LOAD = 8
 
 

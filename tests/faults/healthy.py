@@ -173,6 +173,17 @@ def evaluation() -> None:
     train(3, each)
 
 
+def gpu_evaluation() -> None:
+    """Rank 0 alone evaluates on its GPU."""
+
+    def each(step: int) -> None:
+        if RANK == 0 and step == 1:
+            for _ in range(60):
+                on_gpu(0.4)
+
+    train(3, each)
+
+
 def last_save() -> None:
     """Rank 0 saves after the others have ended."""
     train(3, lambda _: None)
@@ -220,7 +231,7 @@ def warming() -> None:
 
 
 SHAPES = [slow_start, slow_steps, computing, checkpoint, accumulation, joined, loader, tiny, large, subgroups, barriers,
-          evaluation, last_save, build, gathering, imbalance, turns, warming]  # fmt: skip
+          evaluation, gpu_evaluation, last_save, build, gathering, imbalance, turns, warming]  # fmt: skip
 
 
 def main() -> None:

@@ -391,6 +391,7 @@ class Run:
         self.quiet = quiet
         self.load = load
         self.computes = False  # rank 1 has other local variables at every inspection
+        self.steps = False  # its script goes on
         self.calls = False  # another function now and then
         self.watch.quiet(0, 3.0, load, 3.0)
         if quiet:
@@ -404,6 +405,8 @@ class Run:
                 begun, now = now, now + took
                 statuses = [status(0, self.watch.quiet_s(0, now)), status(1, self.watch.quiet_s(1, now))]
                 suspect = msgspec.structs.replace(self.suspect, variables=round(10 * now) if self.computes else 0)
+                if self.steps:
+                    suspect = msgspec.structs.replace(suspect, script=round(10 * now))
                 if self.calls and round(10 * now) % 2:
                     suspect = msgspec.structs.replace(suspect, stack=[StackFrame("pad", "/exp/data.py", 3), *LOAD])
                 self.watch.inspected(statuses, [Inspection([self.waiting, suspect], self.load)], now, begun)
@@ -487,6 +490,16 @@ def test_a_rank_that_writes_is_given_time() -> None:
     writing = msgspec.structs.replace(BUSY, moved_bytes=10**6)
     assert Run(writing, quiet=False).follow(39) is None
     assert Run(writing, quiet=False).follow(60) == pytest.approx(41, abs=2)
+
+
+def test_a_rank_that_sleeps_in_each_step_of_its_script_is_given_time() -> None:
+    run = Run(IDLE, quiet=True)
+    run.steps = True
+    assert run.follow(60) == pytest.approx(41, abs=2)
+    assert run.watch.messages[0].startswith("waiting 40 s for rank 1"), "no stall"
+    run = Run(IDLE, quiet=True)
+    run.computes = True  # only variables of a library change, as in a wait with a timeout
+    assert run.follow(60) == pytest.approx(7.8, abs=0.8)
 
 
 def test_a_rank_that_sleeps_while_another_of_its_threads_prints_is_reported_soon() -> None:

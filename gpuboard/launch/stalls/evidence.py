@@ -112,6 +112,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     collectives: list[ProcessGroup] | None = None
     name: str = ""  # of its program
     variables: Count = 0  # checksum of local variables
+    script: Count = 0  # of lines and local variables of the user's own code
     peer: Count | None = None
     joins_as: tuple[Count, Count] | None = None
     source: str = ""

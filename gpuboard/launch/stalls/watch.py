@@ -96,6 +96,8 @@ class StallWatch:
         self._confirmed = False  # by a second inspection
         self._suspects: object = None  # stacks of the suspects at the newest inspection
         self._still_since = 0.0  # since when these have been the same
+        self._script: object = None  # of the suspects at the newest inspection
+        self._script_since = 0.0  # since when it has been the same
         self._loops: object = None  # functions in which these compute without a call
         self._loop_since = 0.0  # since when these have been the same
         self._asleep = False  # the main threads of the suspects
@@ -163,7 +165,8 @@ class StallWatch:
             self._key, self._confirmed = key, False
             waiting = [self._quiet[r] for r, one in activities.items() if one.waits and r in self._quiet]
             self._since = min(max(waiting, default=now), now)
-            self._still_since = self._loop_since = self._since
+            self._still_since = self._loop_since = self._script_since = self._since
+            self._script = None
             self._look_at = max(now, now - took_s + self._timing.again_s)
         else:
             self._confirmed = True
@@ -173,6 +176,10 @@ class StallWatch:
         self._asleep = all(map(_sleeps, suspects))
         if stacks != self._suspects or any(map(_works, suspects)):
             self._suspects, self._still_since = stacks, now
+        script = [one.script for one in suspects]
+        if script != self._script:
+            self._script_since = self._since if self._script is None else now
+            self._script = script
         loops = [_loop(one) for one in suspects]
         if loops != self._loops or None in loops:
             self._loops, self._loop_since = loops, now
@@ -197,7 +204,10 @@ class StallWatch:
         if not stall.cpu:  # it sleeps: it would use a CPU that is scarce, too
             idle_s = timing.blocked_s if stall.kind == "stall-stopped" else timing.idle_s
             earlier = self._since - max((self._quiet.get(rank, now) for rank in stall.ranks), default=now)
-            return max(timing.sure_s, idle_s - max(0.0, earlier), 2.0 * self._patience.get(place, 0.0))
+            # Longer if the user's code goes on between the inspections: it waits for a GPU or a service in each step
+            script_s = self._script_since - self._since + timing.idle_s - 2 * timing.again_s
+            wanted = max(timing.sure_s, idle_s - max(0.0, earlier), min(timing.slow_s, script_s))
+            return max(wanted, 2.0 * self._patience.get(place, 0.0))
         # Where CPUs are scarce, the same work takes longer by the share that the rank does not get.
         slowdown = 1.0 if self._asleep else max(1.0, min(max(1.0, self._load), 1.0 / stall.cpu, 4.0))
         wanted = (timing.importing_s if stall.importing else timing.slow_s) * slowdown
@@ -208,13 +218,16 @@ class StallWatch:
         return max(wanted, 2.0 * self._patience.get(place, 0.0))
 
     def _computes(self, stall: Stall, waited: float, now: float) -> bool:
-        """Whether suspects that use a CPU seem to make progress."""
+        """Whether the suspects seem to make progress."""
         timing = self._timing
         still_s = (
             timing.slow_s if self.report is not None and self.report.computes else timing.busy_s - 2 * timing.again_s
         )
-        moves = stall.importing or self._preparing or now - self._still_since < still_s
-        return bool(stall.cpu) and moves and waited < timing.long_s
+        if stall.cpu:
+            moves = stall.importing or self._preparing or now - self._still_since < still_s
+        else:
+            moves = self._script_since > self._since and now - self._script_since < still_s
+        return moves and waited < timing.long_s
 
     def _say(self, report: StallReport, now: float) -> None:
         first = self.report is None or self.report.identity != report.identity

@@ -94,8 +94,8 @@ def is_at(one: Activity, absent: bool) -> str:
         return f"{before}cannot be inspected"
     evidence = one.evidence
     how = ""
-    if evidence is not None and cpu(one) and evidence.cpu is not None:
-        how = f" ({round(100 * evidence.cpu)} % of a core{', holding the GIL' if evidence.gil else ''})"
+    if evidence is not None and cpu(one) and (evidence.cpu or 0.0) >= _LITTLE:
+        how = f" ({round(100 * cpu(one))} % of a core{', holding the GIL' if evidence.gil else ''})"
     if evidence is not None and evidence.stack and evidence.stack[0].file.endswith("/subprocess.py"):
         how = "".join(f", waiting for its process {c.pid} ({clean(c.name, 40)})" for c in evidence.children[:1]) + how
     last = clean(one.status.last_error, 200)

@@ -141,21 +141,25 @@ def _stack(spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float) -> 
 
 
 def _variables(frames: "List[Dict[str, Any]]") -> "Dict[str, Any]":
-    """Return ``variables``, a checksum of the innermost frames' local variables, and if they show it ``peer``, the rank
-    with which the innermost call exchanges data, or ``joins_as``, the rank and world size of init_process_group."""
+    """Return ``variables``, a checksum of the innermost frames' local variables, ``script``, one of the lines and local
+    variables of the user's own code, and if they show it ``peer``, the rank with which the innermost call exchanges
+    data, or ``joins_as``, the rank and world size of init_process_group."""
     found: "Dict[str, Any]" = {}
-    checksum = 0
+    checksum = script = 0
     for at, frame in enumerate(frames[:_FRAMES]):
         values = {local["name"]: str(local["repr"]) for local in frame.get("locals") or []}
         if at < _CHANGING:
             checksum = zlib.crc32(repr(sorted(values.items())).encode("utf-8", "replace"), checksum)
+            if not is_library(frame["filename"]):
+                own = repr((frame["line"], sorted(values.items())))
+                script = zlib.crc32(own.encode("utf-8", "replace"), script)
         known = {name: int(value) for name, value in values.items() if _NUMBER.match(value)}
         if at == 0 and frame["filename"].endswith(_C10D):
             peers = [known[name] for name in _PEERS.get(frame["name"], ()) if name in known]
             found.update({"peer": peers[0]} if peers else {})
         if "torch/distributed/" in frame["filename"] and "rank" in known and "world_size" in known:
             found.setdefault("joins_as", [known["rank"], known["world_size"]])
-    return dict(found, variables=checksum)
+    return dict(found, variables=checksum, script=script)
 
 
 def _source(stack: "List[Dict[str, Any]]") -> str:
