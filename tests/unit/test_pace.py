@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from gpuboard.agent.launch.watch.pace import arrivals, steps
+from gpuboard.agent.launch.watch.pace import arrivals, steps, transfers
 from gpuboard.launch.runs.folder import RankView, VerdictView
 from gpuboard.launch.stalls.pace import (
     FIRST_LOOKS,
@@ -286,6 +286,28 @@ def test_a_trace_is_read_by_process_group() -> None:
         {"name": "0", "first": 1, "called_us": 1_005_000, "gaps_us": [5000, 5000], "steps": [0, 1, 2]}
     ]
     assert arrivals({"entries": [entry(1), entry(3)]}) == [], "not all are there"
+
+
+def test_ranks_of_a_pipeline_are_not_judged_as_they_wait_for_messages() -> None:
+    """The first stage ends its backward pass last, and waits for the others' meanwhile."""
+    calls = simulated(lambda rank, _: [0.13 if rank == 0 else 0.1])
+    assert slow(calls) == (0,)
+    assert slow([msgspec.structs.replace(one, transfers=True) for one in calls]) == ()
+
+    def entry(seq: int, *, p2p: bool = False) -> dict[str, object]:
+        return {"is_p2p": p2p, "process_group": ["8c65e96b", ""], "pg_id": 0, "collective_seq_id": seq}
+
+    def status(**enqueued: int) -> dict[str, object]:
+        return {name[1:]: {"last_enqueued_collective": str(count)} for name, count in enqueued.items()}
+
+    steps = [entry(seq) for seq in range(1, 21)]
+    assert not transfers({"entries": steps, "pg_status": status(g0=20)})
+    assert not transfers({"entries": steps, "pg_status": status(g0=22)}), "now and then"
+    assert not transfers({"entries": steps, "pg_status": status(g0=-1)})
+    assert not transfers({"entries": []})
+    assert transfers({"entries": steps, "pg_status": status(g0=60)}), "gloo counts them together"
+    assert transfers({"entries": steps, "pg_status": status(g0=20, g1=40)}), "in a group of their own"
+    assert transfers({"entries": [*steps, *[entry(k, p2p=True) for k in range(20)]], "pg_status": status(g0=20)})
 
 
 def pace(*named: int, newest: int = 100) -> GroupPace:

@@ -50,7 +50,8 @@ class GroupCalls(msgspec.Struct, frozen=True):
 class RankReading(msgspec.Struct, frozen=True):
     """One rank: shares of a core that it and its workers use; ``groups`` None: no flight recorder can be read.
 
-    ``delayed`` is the share of its time in which its threads could run and had no CPU.
+    ``delayed`` is the share of its time in which its threads could run and had no CPU;
+    ``transfers``: it sends and receives in its steps, so that its own time contains waits for other ranks.
     """
 
     rank: Count
@@ -58,6 +59,7 @@ class RankReading(msgspec.Struct, frozen=True):
     workers: list[Number] = []
     groups: list[GroupCalls] | None = None
     delayed: Number = 0.0
+    transfers: bool = False
 
 
 class PaceReading(msgspec.Struct, frozen=True):
@@ -110,13 +112,15 @@ class GroupPace(msgspec.Struct, frozen=True):
 
 
 class RankCalls(msgspec.Struct, frozen=True):
-    """A rank's calls by the clock of this machine, which is known to within ``within_s`` there."""
+    """A rank's calls by the clock of this machine, which is known to within ``within_s`` there; ``transfers`` as in
+    :class:`RankReading`."""
 
     rank: int
     calls: GroupCalls
     ahead_s: float
     within_s: float
     node: str
+    transfers: bool = False
 
 
 def paces(ranks: Sequence[RankCalls], after: Mapping[str, int], *, first: bool = False) -> list[GroupPace]:
@@ -190,7 +194,7 @@ def _pace(members: Sequence[RankCalls], after: int, by_few: bool) -> GroupPace |
         slow, late_s = (), 0.0
     several = len({one.node for one in members}) > 1
     uncertain_s = _UNCERTAIN * max(one.within_s for one in members) if several else 0.0
-    if late_s < max(_LEAST_S, uncertain_s):
+    if late_s < max(_LEAST_S, uncertain_s) or any(one.transfers for one in members):
         slow, late_s = (), 0.0
     return GroupPace(members[0].calls.name, len(spans), step_s, found, end, slow, late_s)
 

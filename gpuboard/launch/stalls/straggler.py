@@ -197,7 +197,7 @@ class Straggler:
             for rank in reading.ranks:
                 self._readings[rank.rank] = rank
                 self._calls += [
-                    RankCalls(rank.rank, group, there.ahead_s, there.within_s, reply.node)
+                    RankCalls(rank.rank, group, there.ahead_s, there.within_s, reply.node, rank.transfers)
                     for group in rank.groups or ()
                     if rank.rank in self._ranks
                 ]

@@ -16,6 +16,7 @@ _NEWEST = 2000  # collectives of a process group: as many as the flight recorder
 _WINDOWS = (_NEWEST, 500, 100)  # the newest of them alone may repeat
 # Calls that do not belong to each step, those for a log line or a flag: their share of the most frequent call, elements
 _RARE, _SMALL = 0.2, 1024
+_TRANSFERS = 0.1  # share of the collectives: as many sends and receives belong to the steps
 _STEPS = 60  # where no sequence repeats: parts of equal length
 _ANSWER_S = 2.0  # of all ranks' worker servers
 _SAMPLE_S = 0.5  # of CPU time
@@ -27,7 +28,7 @@ def look(ranks: "List[Tuple[int, int, str]]") -> "Dict[str, Any]":
     started = time.monotonic()
     before = {pid: _cpu_s(pid) for _, pid, _ in ranks}
     delayed_s = {pid: _delayed_s(pid) for _, pid, _ in ranks}
-    groups = {rank: _groups(pid, path, started + _ANSWER_S) for rank, pid, path in ranks}
+    traces = {rank: flight_recorder(pid, path, started + _ANSWER_S) for rank, pid, path in ranks}
     time.sleep(max(0.0, started + _SAMPLE_S - time.monotonic()))
     elapsed = time.monotonic() - started
     found = []
@@ -42,7 +43,7 @@ def look(ranks: "List[Tuple[int, int, str]]") -> "Dict[str, Any]":
                 "cpu": round((own_s - before[pid][0]) / elapsed, 3),
                 "workers": [round(share, 2) for share in shares],
                 "delayed": round(max(0.0, _delayed_s(pid) - delayed_s[pid]) / elapsed, 3),
-                "groups": groups[rank],
+                **_read(traces[rank]),
             }
         )
     return {"ranks": found, "load": load()}
@@ -66,12 +67,32 @@ def _delayed_s(pid: int) -> float:
     return found
 
 
-def _groups(pid: int, path: str, until: float) -> "Optional[List[Dict[str, Any]]]":
-    trace = flight_recorder(pid, path, until)
+def _read(trace: "Optional[Dict[str, Any]]") -> "Dict[str, Any]":
     try:
-        return None if trace is None else arrivals(trace)
+        if trace is not None:
+            return {"groups": arrivals(trace), "transfers": transfers(trace)}
     except (ValueError, KeyError, TypeError, IndexError):
-        return None  # another format of another torch
+        pass  # another format of another torch
+    return {"groups": None, "transfers": False}
+
+
+def transfers(trace: "Dict[str, Any]") -> bool:
+    """Return whether a rank sends and receives in its steps, as in a pipeline.
+
+    gloo has no entries for these, but counts them in ``pg_status``.
+    """
+    entries = trace.get("entries", [])
+    newest: "Dict[str, int]" = {}
+    for entry in entries:
+        if not entry["is_p2p"]:
+            newest[str(entry["pg_id"])] = int(entry["collective_seq_id"])
+    counted = {
+        str(name): int(found["last_enqueued_collective"]) for name, found in (trace.get("pg_status") or {}).items()
+    }
+    beside = sum(max(0, count - newest.get(name, 0)) for name, count in counted.items())
+    return beside > _TRANSFERS * sum(newest.values()) or sum(entry["is_p2p"] for entry in entries) > _TRANSFERS * len(
+        entries
+    )
 
 
 def arrivals(trace: "Dict[str, Any]") -> "List[Dict[str, Any]]":
