@@ -440,6 +440,26 @@ def test_the_verdict_waits_for_a_reading_of_the_gpus() -> None:
     assert "GPU gpu01" not in printed[-1]
 
 
+def test_the_confirmation_of_a_slow_rank_is_one_line() -> None:
+    printed: list[str] = []
+    supervisors = Supervisors(planned(), {}, cast(Connector, None), queue.SimpleQueue())
+    straggler = Straggler(supervisors, RANKS, read_gpus=None, notify=printed.append)
+    straggler.watch.due(0.0)
+    straggler.watch.looked_sooner([pace(1)], 20, 4.0)
+    assert straggler.tick(4.0, [])
+    for now in (10.0, 15.0, 20.0):
+        assert not straggler.tick(now, [])
+        straggler.watch.looked([pace(1)], now)
+    assert straggler.tick(20.0, [])
+    assert [line.splitlines()[0] for line in printed] == [
+        "slow: the other ranks wait 40 ms of 140 ms in each of the last 40 steps for rank 1 (gpu01:1)",
+        "slow: the other ranks wait 40 ms of 140 ms in each step for rank 1 (gpu01:1)",
+    ]
+    assert [len(line.splitlines()) > 1 for line in printed] == [True, False]
+    assert straggler.verdict is not None
+    assert "own time per step" in (straggler.verdict.evidence or "")
+
+
 def test_several_slow_ranks_are_named_with_their_nodes() -> None:
     text = slow_text(pace(0, 1), RANKS)
     assert text == "slow: the other rank waits 40 ms of 140 ms in each step for ranks 0-1 (gpu01)"

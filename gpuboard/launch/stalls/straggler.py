@@ -155,6 +155,7 @@ class Straggler:
         self._readings: dict[int, RankReading] = {}
         self._loads: dict[str, float | None] = {}
         self._named: tuple[tuple[int, ...], bool] = (), False  # slow ranks of the verdict, and whether it is confirmed
+        self._shown: tuple[int, ...] = ()  # slow ranks whose evidence has been printed
         self._gpus_until: float | None = None  # a verdict waits for readings of the GPUs
 
     def explain(self, explanation: Explanation) -> Explanation:
@@ -221,7 +222,7 @@ class Straggler:
         if pace is None:
             if self.verdict is not None:
                 self._notify("no rank is slower than the others any more")
-            changed, self.verdict = self.verdict is not None, None
+            changed, self.verdict, self._shown = self.verdict is not None, None, ()
             return changed
         lines = evidence(pace, self._ranks, self._readings, self._loads, snapshot)
         hint = remedy(pace, self._ranks, self._readings, self._loads, snapshot)
@@ -236,5 +237,6 @@ class Straggler:
             text,
             "\n".join(lines),
         )
-        self._notify("\n".join([text, *(f"  {line}" for line in lines)]))
+        new, self._shown = self._shown != pace.slow, pace.slow
+        self._notify("\n".join([text, *(f"  {line}" for line in lines if new)]))
         return True
