@@ -134,8 +134,9 @@ def test_the_holder_of_the_lock_that_a_rank_waits_for_is_named(lock: FileLock, w
     assert remedy in found.remedy
 
 
-def test_the_program_that_a_rank_waits_for_is_named() -> None:
-    stack = [StackFrame("_wait", "/usr/lib/python3.11/subprocess.py", 2000), *LOAD]
+@pytest.mark.parametrize("module", ["subprocess.py", "multiprocessing/popen_fork.py"])
+def test_the_program_that_a_rank_waits_for_is_named(module: str) -> None:
+    stack = [StackFrame("_wait", f"/usr/lib/python3.11/{module}", 2000), *LOAD]
     found = verdict(WAITING, seen(1, stack, group(11, 11), children=[ChildProcess(7, "ffmpeg", "S")]))
     assert found is not None
     assert "which is at train.py:41 in load_batch, waiting for its process 7 (ffmpeg); rank 0" in found.words
@@ -497,6 +498,10 @@ def test_a_rank_that_sleeps_in_each_step_of_its_script_is_given_time() -> None:
     run.steps = True
     assert run.follow(60) == pytest.approx(41, abs=2)
     assert run.watch.messages[0].startswith("waiting 40 s for rank 1"), "no stall"
+    run = Run(msgspec.structs.replace(IDLE, source="time.sleep(0.5)"), quiet=True)
+    run.steps = True
+    assert run.follow(60) == pytest.approx(10.5, abs=1.0), "it tries again and again"
+    assert run.watch.messages[0].startswith("waiting 10 s for rank 1"), "no stall"
     run = Run(IDLE, quiet=True)
     run.computes = True  # only variables of a library change, as in a wait with a timeout
     assert run.follow(60) == pytest.approx(7.8, abs=0.8)

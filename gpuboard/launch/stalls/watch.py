@@ -100,6 +100,7 @@ class StallWatch:
         self._script_since = 0.0  # since when it has been the same
         self._loops: object = None  # functions in which these compute without a call
         self._loop_since = 0.0  # since when these have been the same
+        self._polls = False  # the suspects sleep in their own code
         self._asleep = False  # the main threads of the suspects
         self._preparing = False  # no collective is complete yet
         self._repeat_at = 0.0
@@ -174,6 +175,7 @@ class StallWatch:
         stacks = [_stack(activities[rank]) for rank in stall.ranks if rank in activities]
         suspects = [one for rank, one in evidence.items() if rank in stall.ranks]
         self._asleep = all(map(_sleeps, suspects))
+        self._polls = all("sleep(" in one.source for one in suspects)
         if stacks != self._suspects or any(map(_works, suspects)):
             self._suspects, self._still_since = stacks, now
         script = [one.script for one in suspects]
@@ -204,9 +206,11 @@ class StallWatch:
         if not stall.cpu:  # it sleeps: it would use a CPU that is scarce, too
             idle_s = timing.blocked_s if stall.kind == "stall-stopped" else timing.idle_s
             earlier = self._since - max((self._quiet.get(rank, now) for rank in stall.ranks), default=now)
-            # Longer if the user's code goes on between the inspections: it waits for a GPU or a service in each step
+            # Longer if the user's code goes on between the inspections: it waits for a GPU or a service in each step.
+            # One that sleeps in each step tries something again and again.
             script_s = self._script_since - self._since + timing.idle_s - 2 * timing.again_s
-            wanted = max(timing.sure_s, idle_s - max(0.0, earlier), min(timing.slow_s, script_s))
+            longest_s = timing.loop_s if self._polls else timing.slow_s
+            wanted = max(timing.sure_s, idle_s - max(0.0, earlier), min(longest_s, script_s))
             return max(wanted, 2.0 * self._patience.get(place, 0.0))
         # Where CPUs are scarce, the same work takes longer by the share that the rank does not get.
         slowdown = 1.0 if self._asleep else max(1.0, min(max(1.0, self._load), 1.0 / stall.cpu, 4.0))

@@ -12,6 +12,7 @@ from gpuboard.model.units import format_duration
 
 NAMED = 3  # ranks, or places, that a sentence describes one by one
 _LITTLE = 0.01  # of a core: of an active rank whose use of the CPU is not known
+_CHILD = ("/subprocess.py", "/multiprocessing/popen_fork.py")  # modules that wait for a child process
 _WARNING = re.compile(r"(^|\]:)\[?[IW]\d{4} |Warning\b")  # of torch's C++ code and its Python code, of Python
 
 
@@ -96,7 +97,7 @@ def is_at(one: Activity, absent: bool) -> str:
     how = ""
     if evidence is not None and cpu(one) and (evidence.cpu or 0.0) >= _LITTLE:
         how = f" ({round(100 * cpu(one))} % of a core{', holding the GIL' if evidence.gil else ''})"
-    if evidence is not None and evidence.stack and evidence.stack[0].file.endswith("/subprocess.py"):
+    if evidence is not None and evidence.stack and evidence.stack[0].file.endswith(_CHILD):
         how = "".join(f", waiting for its process {c.pid} ({clean(c.name, 40)})" for c in evidence.children[:1]) + how
     last = clean(one.status.last_error, 200)
     quoted = f"; its last line on stderr: {last}" if last and not _WARNING.search(last) else ""
