@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 from tests import nodes as test_nodes
 from tests import slurm as test_slurm
@@ -23,7 +23,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-BOARD = "tests/board/"
+UNTRIED = pytest.StashKey[list[set[str]]]()  # of each process: the board's actions that its tests did not run
 
 # pytest-xdist sets COLUMNS in its workers; programs started by tests would use it as their own width.
 os.environ.pop("COLUMNS", None)
@@ -81,11 +81,16 @@ def slurm(started_slurm: test_slurm.SlurmCluster, nodes: test_nodes.Cluster) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest tests first, so that parallel workers end at about the same time."""
-    order = ("board", "test_storm.py", "test_transport_conformance.py", "security", "integration", "gpu")
+    """Run the slowest tests first, so that parallel workers end at about the same time.
 
-    def place(item: pytest.Item) -> int:
-        return next((k for k, name in enumerate(order) if name in item.path.parts[-2:]), len(order))
+    Sorting by file name mixes tests that compute (of the board) with tests that wait (of nodes).
+    """
+    order = ("test_storm.py", "test_transport_conformance.py", "board security integration", "gpu")
+
+    def place(item: pytest.Item) -> tuple[int, str]:
+        folder, name = item.path.parts[-2:]
+        first = next((k for k, words in enumerate(order) if {folder, name} & {*words.split()}), len(order))
+        return first, name
 
     items.sort(key=place)
 
@@ -100,19 +105,32 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.hookimpl(optionalhook=True)  # the hook exists only with xdist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
-    """Keep tests of a file on one worker, to share servers, and all of the board's: one checks what the others ran."""
-    scheduling = LoadFileScheduling(config, log)
-    file_of = scheduling._split_scope
-    scheduling._split_scope = lambda test: BOARD if test.startswith(BOARD) else file_of(test)
-    return scheduling
+def pytest_testnodedown(node: WorkerController) -> None:
+    """Take over what a worker knows of the board's actions (tests/board/conftest.py)."""
+    untried = getattr(node, "workeroutput", {}).get("untried")
+    if untried is not None:
+        node.config.stash.setdefault(UNTRIED, []).append(set(untried))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail if all tests of the board have passed, but no process ran some action."""
+    if exitstatus == pytest.ExitCode.OK and untried(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def untried(config: pytest.Config) -> list[str]:
+    """Return the board's actions that no process has run; none unless all tests of the board were run."""
+    return sorted(set.intersection(*config.stash.get(UNTRIED, [set()])))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print at the end, in one line per reason, how many tests were skipped."""
+    """Print at the end, in one line per reason, how many tests were skipped, and the untried actions."""
     counts: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         counts[reason.removeprefix("Skipped: ")] += 1
     for reason, count in counts.most_common():
         terminalreporter.write_line(f"not run here: {count} ({reason})")
+    for action in untried(terminalreporter.config):
+        terminalreporter.write_line(f"FAILED: no test of the board ran the action {action}", red=True)

@@ -1,4 +1,4 @@
-"""Records which actions the tests of the board run, so that none is untested (test_every_action.py).
+"""Records which actions the tests of the board run: the session fails if all were run and an action was not.
 
 Also records toasts, and ends the keepers of leases that a test has left.
 """
@@ -19,12 +19,15 @@ import textual.pilot
 from textual.dom import DOMNode
 from textual.notifications import Notification, Notifications
 
+from gpuboard.board import keys
 from gpuboard.board.app import BoardApp
+from tests.conftest import UNTRIED
 
 HERE = Path(__file__).parent
-LAST = "test_every_action_was_tried"
 FRAME_S = 0.02  # longer than textual waits before it draws what has changed
-TRIED: set[str] = set()  # ids of bindings whose action was run in this session
+TRIED: set[str] = set()  # ids of bindings whose action was run in this process
+IN_A_TERMINAL = {"app.interrupt", "app.suspend"}  # in a process of its own on a real terminal: test_robust.py
+COMPLETE = pytest.StashKey[bool]()  # all tests of the board were collected
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +99,16 @@ def no_keeper_is_left(tmp_path: Path) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Check last whether every action was run, and only where all tests of the board are run."""
+    """Find out whether all tests of the board are run."""
     ours = {item.path.name for item in items if item.path.parent == HERE}
-    complete = ours == {path.name for path in HERE.glob("test_*.py")} and not config.option.keyword
-    last = [item for item in items if item.path.parent == HERE and item.name == LAST]
-    for item in last:
-        if not complete:
-            item.add_marker(pytest.mark.skip(reason="only some of the board's tests are run"))
-        items.remove(item)
-        items.append(item)
+    config.stash[COMPLETE] = ours == {path.name for path in HERE.glob("test_*.py")} and not config.option.keyword
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell which actions this process, or worker, has not run, for the check in tests/conftest.py."""
+    if session.config.stash.get(COMPLETE, False):
+        keys.load_screens()
+        missing = {action.id for action in keys.actions()} - TRIED - IN_A_TERMINAL
+        session.config.stash[UNTRIED] = [missing]
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output["untried"] = sorted(missing)

@@ -1,4 +1,4 @@
-"""Every action can be had by key, by a click and by the palette; and some test of the board has tried each of them."""
+"""Every action can be had by key, by a click and by the palette; conftest.py checks that a test has tried each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from textual.containers import VerticalScroll
 from textual.widgets import Input
 
-from gpuboard.board import keys
 from gpuboard.board.app import BoardApp
 from gpuboard.board.command_palette import Palette
 from gpuboard.board.dialogs.launch import LaunchDialog
@@ -26,16 +25,7 @@ from gpuboard.board.widgets.log_view import LogView
 from gpuboard.launch.runs.folder import RankView, RunFolder, RunView, this_head
 from gpuboard.launch.runs.index import RunEntry
 from tests.board import lab, made
-from tests.board.conftest import TRIED
 from tests.board.test_help import choose
-
-# In a process of its own on a real terminal: test_robust.py
-IN_A_TERMINAL = {"app.interrupt", "app.suspend"}
-
-
-def test_every_action_was_tried() -> None:
-    keys.load_screens()
-    assert sorted({action.id for action in keys.actions()} - TRIED - IN_A_TERMINAL) == []
 
 
 def run(folder: str = "/nonexistent") -> RunView:
