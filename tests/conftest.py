@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.workermanage import WorkerController
 
+from gpuboard.board.terminal.gc import calm
 from tests import nodes as test_nodes
 from tests import slurm as test_slurm
 
@@ -93,6 +95,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return first, name
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Collect cycles seldom, as the board does: with Python's thresholds a third of its tests' CPU time is for that."""
+    gc.collect()
+    calm()
 
 
 @pytest.hookimpl(tryfirst=True)
