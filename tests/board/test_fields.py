@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.dialogs.base import Dialog
+from gpuboard.board.dialogs.base import Dialog, Field
 from gpuboard.board.dialogs.launch import open_launch
 from gpuboard.board.dialogs.request_form import gpus_words
 from gpuboard.board.dialogs.reserve import open_reserve
@@ -68,13 +68,14 @@ async def test_every_dialog_s_fields_are_visible_and_nothing_is_cut(
 async def _is_whole(app: BoardApp, pilot: Pilot[int], dialog: Dialog[object], edges: str) -> None:
     """Check every field's edges, example and hint, and that the buttons are on the screen."""
     await settle(pilot, lambda: 0 < dialog.query_one("#commit").region.bottom < app.size.height)
+    fields = [field for field in dialog.fields.values() if not field.toggle]
+    await settle(pilot, lambda: all(line[:1] == edges[0] for line in _lines(app, dialog, fields)))
+    for field, line in zip(fields, _lines(app, dialog, fields), strict=True):
+        assert line[-1] == edges[1], field.key
+        assert field.value or not field.example or f"e.g. {field.example} " in line, field.key
+    text, wrong = screen(app), dialog.wrong()
     for field in dialog.fields.values():
-        if not field.toggle:
-            await settle(pilot, lambda key=field.key: _line(app, dialog, key)[:1] == edges[0])  # type: ignore[misc]
-            line = _line(app, dialog, field.key)
-            assert line[-1] == edges[1], field.key
-            assert field.value or not field.example or f"e.g. {field.example} " in line, field.key
-        assert field.key in dialog.wrong() or field.hint in screen(app), field.key
+        assert field.key in wrong or field.hint in text, field.key
 
 
 async def _shows_errors(app: BoardApp, pilot: Pilot[int], dialog: Dialog[object], wrong: Mapping[str, str]) -> None:
@@ -84,10 +85,11 @@ async def _shows_errors(app: BoardApp, pilot: Pilot[int], dialog: Dialog[object]
         await settle(pilot, lambda key=key: dialog.wrong().get(key, "-") in _beside(app, dialog))  # type: ignore[misc]
 
 
-def _line(app: BoardApp, dialog: Dialog[object], key: str) -> str:
-    """Return what is drawn of a field."""
-    region = dialog.query_one(f"#field-{key}", Input).region
-    return screen(app).splitlines()[region.y].ljust(app.size.width)[region.x : region.right]
+def _lines(app: BoardApp, dialog: Dialog[object], fields: Sequence[Field]) -> list[str]:
+    """Return what is drawn of each of these fields."""
+    lines = screen(app).splitlines()
+    regions = [dialog.query_one(f"#field-{field.key}", Input).region for field in fields]
+    return [lines[region.y].ljust(app.size.width)[region.x : region.right] for region in regions]
 
 
 def _beside(app: BoardApp, dialog: Dialog[object]) -> str:

@@ -153,7 +153,7 @@ async def shown(app: BoardApp, pilot: Pilot[int], place: Place) -> AsyncIterator
     else:
         for key in place.opened:
             await pilot.press(key)
-            await settle(pilot, lambda key=key: AFTER.get(key, "") in screen(app))  # type: ignore[misc]
+            await settle(pilot, lambda key=key: key not in AFTER or AFTER[key] in screen(app))  # type: ignore[misc]
     await settle(pilot, lambda: place.word in screen(app))
     yield
     await pilot.press(*place.closed)
