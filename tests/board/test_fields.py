@@ -26,7 +26,7 @@ from tests.board.made import lease
 SIZES = ((80, 24), (160, 48))
 WRONG = {  # text that is wrong in a field
     "gpus": "1,,", "what": "nothing", "memory": "40 elephants", "nodes": "many", "for": "999d", "grace": "soon",
-    "command": "'", "variables": "=1", "name": "x" * 21,
+    "command": "'", "variables": "=1", "name": "x" * 21, "restarts": "some", "least": "0",
 }  # fmt: skip
 DIALOGS: dict[str, Callable[[BoardApp], object]] = {
     "reserve": lambda app: open_reserve(app, ()),

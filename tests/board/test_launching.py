@@ -54,6 +54,8 @@ def test_a_form_becomes_a_command_line() -> None:
     assert arguments(form) == [
         "--lease", "k3f9", "--device", "cpu", "--grace", "0", "--python", "/opt/python", "-m", "pkg.train", "-m", "x",
     ]  # fmt: skip
+    form = LaunchForm("train.py", "/exp", n=8, restarts="3", least="6")
+    assert arguments(form)[-5:] == ["--max-restarts", "3", "--min-n", "6", "train.py"]
     form = LaunchForm("pkg.train:main", "/exp", gpus="gpu01:GPU-a@gpu02:GPU-b")
     assert arguments(form)[:2] == ["--gpus", "gpu01:GPU-a@gpu02:GPU-b"]
     assert arguments(form)[-1] == "pkg.train:main"

@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 
 from gpuboard.board.background import Background
 from gpuboard.board.dialogs import request_form
-from gpuboard.board.dialogs.base import YES, Dialog, Field, duration
+from gpuboard.board.dialogs.base import YES, Dialog, Field, duration, number
 from gpuboard.board.dialogs.launch_process import (
     FileProblems,
     LaunchForm,
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _GRACE = "30s"
+_RESTARTS_MOST = 10**6
+_least = number(1, 10**6, needed=False)
 
 
 def open_launch(board: BoardApp, uuids: Sequence[str] = (), lease: str | None = None) -> None:
@@ -96,6 +98,10 @@ class LaunchDialog(Dialog[str]):
                       check_variables),
                 Field("cpu", "On the CPU", YES if cpu else "", hint, toggle=True),
                 Field("grace", "Grace", last.grace if last else _GRACE, "from SIGTERM to SIGKILL", "30s", _grace),
+                Field("restarts", "Restarts", last.restarts if last else "0", "after a failure, at most", "3",
+                      number(0, _RESTARTS_MOST)),
+                Field("least", "At least", last.least if last else "", "GPUs after a restart; empty: all", "6",
+                      self._least),
                 Field("for", "For", settings.max_lease, "maximum duration of the lease", "8h", duration(most)),
                 Field("keep", "Keep running", YES, "when the board is closed", toggle=True),
             ],
@@ -145,6 +151,10 @@ class LaunchDialog(Dialog[str]):
             return ""
         wrong = request_form.which(text)
         return wrong if not wrong or is_whole(text) else "write 2, gpu01:0,3 or your lease"
+
+    def _least(self, text: str) -> str:
+        wrong = _least(text)
+        return wrong if wrong or not text or self.values["restarts"] != "0" else "needs restarts"
 
     def _lease(self, text: str) -> Lease | None:
         lease = self._scene.by_lease.get(text)
@@ -224,6 +234,8 @@ class LaunchDialog(Dialog[str]):
             python=values["python"],
             variables=values["variables"],
             grace=values["grace"],
+            restarts=values["restarts"],
+            least=values["least"],
             for_s=values["for"],
             keep=bool(values["keep"]),
         )

@@ -55,6 +55,8 @@ class LaunchForm(msgspec.Struct, frozen=True):
     python: str = ""
     variables: str = ""  # K=V K2=V2 as in a shell
     grace: str = "30s"
+    restarts: str = "0"  # at most, after failures
+    least: str = ""  # ranks after a restart; "": as many as at first
     for_s: str = ""  # duration of the reservation, if one is made
     keep: bool = True  # the run survives the board
 
@@ -121,6 +123,8 @@ def arguments(form: LaunchForm) -> list[str]:
     if form.lease is None and form.for_s:
         words += ["--for", form.for_s]
     words += ["--device", form.device, "--grace", form.grace]
+    if form.restarts != "0":
+        words += ["--max-restarts", form.restarts] + (["--min-n", form.least] if form.least else [])
     words += ["--python", os.path.expanduser(form.python)] if form.python else []
     for variable in _words(form.variables, "the variables"):
         words += ["--env", variable]
