@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +380,18 @@ def test_a_folder_runs_as_under_python(folder: Path) -> None:
     plain = subprocess.run([sys.executable, "app", "-x"], cwd=folder, stdout=subprocess.PIPE, text=True)
     with Node(config) as here:
         assert here.call("check")["target_sha256"] is not None
+        go(here)
+        assert here.wait_ended()[0]["code"] == 0
+        assert here.text() == plain.stdout
+
+
+def test_a_zip_archive_runs_as_under_python(folder: Path) -> None:
+    with zipfile.ZipFile(folder / "app.pyz", "w") as archive:
+        archive.writestr("near.py", "NAME = 'near'\n")
+        archive.writestr("__main__.py", "import sys, near; print(sys.argv, sys.path[0], __file__, near.NAME)\n")
+    config = launch_config(folder, "app.pyz", "-x", listen=False, environ={"PYTHONPATH": str(folder / "fake")})
+    plain = subprocess.run([sys.executable, "app.pyz", "-x"], cwd=folder, stdout=subprocess.PIPE, text=True)
+    with Node(config) as here:
         go(here)
         assert here.wait_ended()[0]["code"] == 0
         assert here.text() == plain.stdout

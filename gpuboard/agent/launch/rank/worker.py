@@ -161,7 +161,7 @@ def _run_script(namespace: "Dict[str, Any]", name: str, args: "List[str]") -> No
     _reset_namespace(namespace)
     # Since 3.9 the interpreter makes the path absolute, without normalising it.
     file = os.path.join(os.getcwd(), name) if sys.version_info >= (3, 9) else name
-    if os.path.isdir(name):  # a folder with a __main__.py
+    if _is_application(name):
         import runpy
 
         _set_command_line([name, *args], file, [name, *args])
@@ -174,6 +174,18 @@ def _run_script(namespace: "Dict[str, Any]", name: str, args: "List[str]") -> No
     with io.open_code(file) as source:  # novm: a rank has torch, so Python 3.8 or later
         code = compile(source.read(), file, "exec", dont_inherit=True)
     exec(code, namespace)
+
+
+def _is_application(name: str) -> bool:
+    """Return whether a file is a folder or a zip archive (zipapp, pex), whose ``__main__.py`` python runs."""
+    if os.path.isdir(name):
+        return True
+    with io.open_code(name) as source:  # novm: as above
+        if source.read(2) not in (b"PK", b"#!"):
+            return False
+    import zipfile
+
+    return zipfile.is_zipfile(name)
 
 
 def _run_module(namespace: "Dict[str, Any]", name: str, args: "List[str]") -> None:
