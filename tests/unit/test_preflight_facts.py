@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.launch import evidence
+from gpuboard.agent.launch import evidence, preflight
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user: root is exempt from ulimit -u")
@@ -42,3 +42,13 @@ def test_the_cgroups_of_a_controller_include_their_ancestors() -> None:
     assert found
     assert all(os.path.dirname(folder) in found for folder in found if folder.count("/") > 4)
     assert {folder for folder in found if folder in {"/sys/fs/cgroup", "/sys/fs/cgroup/memory"}}
+
+
+def test_files_of_the_folder_do_not_replace_the_modules_of_python(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise ImportError('not for preflight')\n")
+    (tmp_path / "train.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", preflight._SCRIPT, "script", "train.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["target_sha256"] is not None

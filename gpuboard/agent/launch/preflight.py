@@ -18,7 +18,10 @@ if MYPY:
 # Run by the training interpreter. It finds torch without importing it (1.75 s): it executes version.py only, and reads
 # NCCL's version from the folder name of its package.
 _SCRIPT = r"""
-import glob, hashlib, importlib.machinery as machinery, json, os, re, sys
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]  # files of the folder, such as a json.py, must not replace Python's modules here
+import glob, hashlib, importlib.machinery as machinery, json, os, re
 kind, name = sys.argv[1:3]
 def find(path, search):
     spec = None
@@ -30,7 +33,7 @@ def find(path, search):
     return spec
 facts = {"python": sys.executable, "python_version": "%d.%d.%d" % sys.version_info[:3], "torch": None,
          "torch_error": None, "torch_cuda": None, "nccl": None, "target_sha256": None}
-spec = find("torch", sys.path[1:])
+spec = find("torch", sys.path)
 if spec is not None and spec.origin:
     folder = os.path.dirname(spec.origin)
     space = {}
@@ -47,7 +50,7 @@ if spec is not None and spec.origin:
         facts["nccl"] = re.sub(r".*-(.*)\.dist-info", r"\1", found)
 target = name
 if kind != "script":
-    spec = find(name.partition(":")[0], [os.getcwd()] + sys.path[1:])
+    spec = find(name.partition(":")[0], [os.getcwd()] + sys.path)
     if spec is not None and spec.submodule_search_locations and kind == "module":
         spec = find("__main__", spec.submodule_search_locations)
     target = spec.origin if spec is not None else None
