@@ -422,3 +422,14 @@ def test_many_places_are_counted(tmp_path: Path) -> None:
     check = script_checks(Target("script", "train.py"), tmp_path)[0]
     assert check.evidence.endswith("train.py:4 sets MASTER_PORT to 2, 7 more")
     assert check_text(check).startswith("warn script: fixed port: train.py:2 sets MASTER_PORT to 1, train.py:3 sets")
+
+
+def test_a_program_of_another_interpreter_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("#!/usr/bin/env bash\nexec python train.py\n")
+    (check,) = script_checks(Target("script", "train.sh"), tmp_path)
+    assert (check.name, check.evidence) == ("script: not Python", "train.sh begins with #!/usr/bin/env bash")
+    assert "--no-python train.sh" in check.remedy
+    assert script_checks(Target("program", "train.sh"), tmp_path) == []
+    script.write_text("#!/usr/bin/env python3\n")
+    assert script_checks(Target("script", "train.sh"), tmp_path) == []

@@ -28,7 +28,7 @@ def script_checks(target: Target, folder: Path) -> list[Check]:
     for file in _files(target):
         source = _read(folder / file)
         if source is not None:
-            return _checks(source, clean(str(file)))
+            return _interpreter(source, clean(str(file))) or _checks(source, clean(str(file)))
     return []
 
 
@@ -52,6 +52,16 @@ def _read(file: Path) -> bytes | None:
             return opened.read(_LARGEST)
     except (OSError, ValueError):
         return None
+
+
+def _interpreter(source: bytes, file: str) -> list[Check]:
+    """Return a warning for a program of another interpreter, such as a shell, by its first line."""
+    first = source.partition(b"\n")[0].decode("utf-8", "replace")
+    if not first.startswith("#!") or "py" in first:  # python3, pypy, ipython
+        return []
+    found = f"{file} begins with {clean(first, 80)}"
+    remedy = f"launch it as it is, once per rank: --no-python {file}"
+    return [Check("script: not Python", None, "warn", found, "the ranks run it with Python", remedy)]
 
 
 def _checks(source: bytes, file: str) -> list[Check]:
