@@ -14,6 +14,7 @@ from gpuboard.launch import events
 from gpuboard.launch.causes.cause import Cause, FailureKind, symptom_of
 from gpuboard.launch.causes.effects import Failures, among_effects
 from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text
+from gpuboard.launch.causes.stderr import CHILD_FAILED
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.runs.folder import RankView, VerdictView
@@ -52,6 +53,8 @@ class FailureWatch:
         self._candidates: list[Cause] = []
         self._forwarded: set[int] = set()  # signals that the head has sent to the ranks
         self._last_error: dict[int, str] = {}
+        self._root_error: dict[int, str] = {}  # that explains the newest one
+        self._last_words: dict[int, str] = {}  # the last line of stdout
         self._store_code: int | None = None  # exit code of the store, or the signal that ended it, negative
 
     # input
@@ -103,6 +106,11 @@ class FailureWatch:
         """Record the newest line of a rank's output, and the newest error on its stderr."""
         self._set(rank, last_line=clean(line, 200))
         self._last_error[rank] = error
+
+    def note_end_of_output(self, rank: int, root_error: str, last_words: str) -> None:
+        """Record the error on a rank's stderr that explains the newest one, and the last line of its stdout; or ""."""
+        self._root_error[rank] = root_error
+        self._last_words[rank] = clean(last_words, 200)
 
     def note_evidence(self, line: str) -> None:
         """Add evidence that was found after the failure."""
@@ -343,6 +351,7 @@ class FailureWatch:
         self.exits[event.rank] = event
         if event.joined:
             self.joined.add(event.rank)
+        self._explain_child(event.rank)
         alone = not self._candidates and not self._left.keys() - {event.rank}
         if event.code is not None and event.rank not in self._raised:
             left_at, _ = self._left.get(event.rank, (now, 0))
@@ -363,9 +372,26 @@ class FailureWatch:
         # Libraries abort after such an error. A code is the script's own decision, whatever it printed before.
         by_text = event.signal == signal.SIGABRT or (event.code is not None and not alone)
         symptom = symptom_of(error) if by_text and event.oom is None else "own"
+        if symptom == "own" and evidence == error:
+            evidence = self._root_error.get(event.rank) or error
+        if not evidence and event.code is not None and (last := self._last_words.get(event.rank)):
+            evidence = f"last line of its output: {last}"
         self._candidates.append(
             Cause(kind, event.rank, node, f"{self._where(event.rank)} {how}", evidence, symptom=symptom, at=now)
         )
+
+    def _explain_child(self, rank: int) -> None:
+        """Add the error of a rank's child process to the exception about that process."""
+        error, raised = self._root_error.get(rank), self._raised.get(rank)
+        if not error or raised is None or not any(kind in f"{raised.type}: {raised.note}" for kind in CHILD_FAILED):
+            return
+        if self.cause is not None and (self.cause.rank, self.cause.kind) == (rank, "raised"):
+            self.note_evidence(error)
+            self.messages.append(f"  {error}")
+        self._candidates = [
+            msgspec.structs.replace(one, evidence=error) if (one.rank, one.kind) == (rank, "raised") else one
+            for one in self._candidates
+        ]
 
     def _code_text(self, rank: int, code: int) -> str:
         place = self._exit_places.get(rank)

@@ -258,8 +258,10 @@ class Head:
             return
         if isinstance(event, events.Exited):
             self._relay.ended(event.rank)
-            error = stderr.evidence(self._relay.errors.get(event.rank, ()))
-            self._watch.note_output(event.rank, self._relay.last_line.get(event.rank, ""), error)
+            tail = self._relay.errors.get(event.rank, ())
+            last = self._relay.last_line.get(event.rank, "")
+            self._watch.note_output(event.rank, last, stderr.evidence(tail))
+            self._watch.note_end_of_output(event.rank, stderr.root_error(tail), "" if last in tail else last)
         if isinstance(event, events.Quiet):
             self._stalls.quiet(event, now)
             return

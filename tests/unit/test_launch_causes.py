@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuboard.launch.causes.stderr import evidence
+from gpuboard.launch.causes.stderr import evidence, root_error
 
 TRACEBACK = """
 Traceback (most recent call last):
@@ -36,6 +36,53 @@ Exception raised from c10_cuda_check_implementation at ../c10/cuda/CUDAException
 """
 
 
+CHILD = """
+step 4
+Traceback (most recent call last):
+  File "/exp/prepare.py", line 8, in read
+    raise KeyError("vocab")
+KeyError: 'vocab'
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/exp/train.py", line 3, in <module>
+[rank1]:     subprocess.run(["python", "prepare.py"], check=True)
+[rank1]:   File "/usr/lib/python3.11/subprocess.py", line 571, in run
+[rank1]:     raise CalledProcessError(retcode, process.args,
+[rank1]: subprocess.CalledProcessError: Command '['python', 'prepare.py']' returned non-zero exit status 1.
+"""
+TORCHRUN = """
+W1123 15:57:29.1 1063 torch/distributed/run.py:852] Setting OMP_NUM_THREADS
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/exp/child.py", line 8, in f
+[rank1]:     raise ValueError("batch of size 0")
+[rank1]: ValueError: batch of size 0
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/exp/child.py", line 9, in <module>
+[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4240
+E1123 15:57:31.1 1063 torch/distributed/elastic/multiprocessing/api.py:987] failed (exitcode: 1) local_rank: 1
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+child.py FAILED
+exitcode  : -15 (pid: 10639)  (SIGTERM)
+Traceback (most recent call last):
+  File "/exp/train.py", line 3, in <module>
+subprocess.CalledProcessError: Command '['python', '-m', 'torch.distributed.run', 'child.py']' returned non-zero
+"""
+CRASH = """
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f8a (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007f8b (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "/exp/kernels.py", line 12 in scatter
+  File "/exp/train.py", line 40 in <module>
+
+Extension modules: numpy.core._multiarray_umath, torch._C (total: 20)
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -43,6 +90,7 @@ Exception raised from c10_cuda_check_implementation at ../c10/cuda/CUDAException
         ("step 3", "last line on stderr: step 3"),
         ("line 3: nvcc: command not found\nbye", "last error on stderr: line 3: nvcc: command not found"),
         (TRACKER, ""),
+        (CRASH, "last error on stderr: Fatal Python error: Segmentation fault at /exp/kernels.py:12 in scatter"),
         ("Error: no such table\n" + TRACKER, "last error on stderr: Error: no such table"),
         (TRACEBACK + TRACKER, "last error on stderr: tool.Boom: no at /exp/train.py:30"),
         (
@@ -67,3 +115,13 @@ Exception raised from c10_cuda_check_implementation at ../c10/cuda/CUDAException
 )  # fmt: skip
 def test_the_newest_error_on_stderr(text: str, line: str) -> None:
     assert evidence([line for line in text.splitlines() if line.strip()]) == line
+
+
+def test_the_error_that_explains_the_newest_one() -> None:
+    lines = [line for line in CHILD.splitlines() if line.strip()]
+    assert root_error(lines) == "last error on stderr: KeyError: 'vocab' at /exp/prepare.py:8"
+    assert root_error(["no such file", *lines[5:]]) == "last error on stderr: no such file"
+    launched = [line for line in TORCHRUN.splitlines() if line.strip()]
+    assert root_error(launched) == "last error on stderr: ValueError: batch of size 0 at /exp/child.py:8"
+    alone = root_error(launched[5:8])
+    assert alone == f"last error on stderr: {launched[7].removeprefix('[rank0]: ')} at /exp/child.py:9"

@@ -129,6 +129,40 @@ def test_the_error_on_stderr_is_evidence() -> None:
     assert failed.messages[1] == "  last error on stderr: error: no such data set"
 
 
+def test_the_error_of_a_child_process_follows_the_exception_about_it() -> None:
+    failed = watch()
+    child = Raised(
+        1, "subprocess.CalledProcessError", "Command 'prepare' returned non-zero exit status 1.", "/exp/t.py", 9
+    )
+    feed(failed, child)
+    failed.note_end_of_output(1, "last error on stderr: KeyError: 'vocab'", "")
+    feed(failed, Exited(1, code=1))
+    assert (
+        (failed.cause and failed.cause.evidence)
+        == failed.messages[-1].strip()
+        == "last error on stderr: KeyError: 'vocab'"
+    )
+    other = feed(watch(), BOOM)
+    other.note_end_of_output(1, "last error on stderr: KeyError: 'vocab'", "")  # of a process that was not the reason
+    assert (feed(other, Exited(1, code=1)).cause or child) == other.cause
+    assert other.cause is not None and other.cause.evidence == ""
+
+
+def test_a_lost_connection_among_processes_of_the_rank_gives_way_to_its_reason() -> None:
+    failed = watch()
+    failed.note_output(1, "", "last error on stderr: RuntimeError: Connection closed by peer")
+    failed.note_end_of_output(1, "last error on stderr: KeyError: 'vocab'", "")
+    feed(failed, Exited(1, code=1))
+    assert failed.messages[1] == "  last error on stderr: KeyError: 'vocab'"
+
+
+def test_the_last_line_of_output_is_evidence_where_there_is_no_other() -> None:
+    failed = watch()
+    failed.note_end_of_output(1, "", "main failed: loss is nan")
+    feed(failed, Exited(1, code=1))
+    assert failed.messages[1] == "  last line of its output: main failed: loss is nan"
+
+
 def test_the_other_exceptions_of_a_chain_follow_the_cause() -> None:
     chained = Raised(1, "ValueError", "boom", "/exp/data.py", 4, "read", "in DataLoader worker process 1")
     words = "rank 1 (gpu01:3) failed: ValueError: boom at /exp/data.py:4 in read, in DataLoader worker process 1"
