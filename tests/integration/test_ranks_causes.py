@@ -68,7 +68,17 @@ def usage():
 def bare():
     assert not sys.argv
 
-(chained, handled, hydra, group, text, wrapped, plain, usage, bare)[int(os.environ["RANK"])]()
+def noted():
+    error = ValueError("noted")
+    error.add_note("in line 12 of a.csv\\nof 90")
+    raise error
+
+def shadowed():
+    open("site-packages/calendar.py", "w").close()
+    import calendar
+    calendar.month(2026, 1)
+
+(chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed)[int(os.environ["RANK"])]()
 """
 
 
@@ -78,7 +88,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=9) as here:
+    with node(folder, SCRIPT, count=11) as here:
         go(here)
         here.wait_ended()
         found = {data["rank"]: data for data in here.data("raised")}
@@ -100,6 +110,12 @@ BOOM = ("ValueError", "wrong\nvalue", 7, "boom")
         (5, BOOM, "raised again as RuntimeError: error in call to boom"),
         (7, ("SystemExit", "--data is missing", 47, "usage"), ""),
         (8, ("AssertionError", "assert not sys.argv", 50, "bare"), ""),
+        (9, ("ValueError", "noted", 55, "noted"), "in line 12 of a.csv"),
+        (
+            10,
+            ("AttributeError", "module 'calendar' has no attribute 'month'", 60, "shadowed"),
+            "site-packages/calendar.py is imported in place of calendar: rename it",
+        ),
     ],
 )
 def test_the_cause_in_a_chain_of_exceptions(

@@ -4,20 +4,27 @@ This source is executed in the rank, after ``traceback_text`` and ``ddp_paramete
 """
 
 import linecache
+import os
 import re
+import sys
 import traceback
 
 MYPY = False
 if MYPY:
     from types import TracebackType
-    from typing import Any, Dict, List, Optional, Tuple
+    from typing import Any, Dict, List, Optional, Sequence, Tuple
 
     from gpuboard.agent.launch.rank import ddp_parameters, traceback_text
     from gpuboard.agent.launch.rank.traceback_text import Place
 
 _TEXT = 16384  # characters of a message
 _BRIEF = 160  # characters of an exception that is named beside the cause
+_NOTES = 3  # of the exception itself, that are named
 _CHAIN = 16  # exceptions of a chain that are looked at
+# The module in the message of an AttributeError or ImportError
+_MODULE = re.compile(
+    r"module '(\w+)[\w.]*' has no attribute|cannot import name .* from .*?'(\w+)[\w.]*'|No module named '(\w+)\."
+)
 # How torch names the process whose traceback it puts into a message
 _CHILDREN = (
     (re.compile(r"Caught \S+ (in .+?)\.\nOriginal Traceback"), "%s"),
@@ -34,6 +41,8 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
     cause = chain[at][0]
     cause_trace = trace if cause is error else cause.__traceback__
     kind, message, place, notes = _read(cause, cause_trace)
+    notes += [str(added).strip().partition("\n")[0][:_BRIEF] for added in _added(cause)[:_NOTES]]
+    notes += _shadowing(message) if isinstance(cause, (AttributeError, ImportError)) else []
     parameters = ddp_parameters.without_gradient(message, cause_trace)
     notes += [parameters] if parameters else []
     if isinstance(error, SystemExit) and cause is not error:
@@ -87,6 +96,22 @@ def _members(error: BaseException) -> "Tuple[BaseException, ...]":
     """Return the members of an exception group, also of its backport; none for others."""
     found = getattr(error, "exceptions", None)
     return found if isinstance(found, tuple) and all(isinstance(e, BaseException) for e in found) else ()
+
+
+def _shadowing(message: str) -> "List[str]":
+    """Return a note about the user's own file that is imported in place of a module of Python or torch, if any."""
+    match = _MODULE.search(message)
+    name = next(filter(None, match.groups())) if match else ""
+    own = [os.path.join(sys.path[0], name + ending) for ending in (".py", "/__init__.py")] if name else []
+    if name not in (*getattr(sys, "stdlib_module_names", ()), "torch", "numpy"):
+        return []
+    return ["%s is imported in place of %s: rename it" % (file, name) for file in own if os.path.isfile(file)][:1]
+
+
+def _added(error: BaseException) -> "Sequence[object]":
+    """Return what ``add_note`` has added to an exception."""
+    found = getattr(error, "__notes__", None)
+    return found if isinstance(found, (list, tuple)) else ()
 
 
 def _raised_in_library(error: BaseException) -> bool:
