@@ -79,3 +79,17 @@ def test_code_that_may_change_the_environment(
     assert preimport.changes_environment("script", "script.py") is changes
     assert preimport.changes_environment("module", "script") is changes
     assert preimport.changes_environment("script", os.path.abspath("script.py")) is changes
+
+
+def test_files_that_replace_modules_of_torch_are_imported_by_it(folder: Path) -> None:
+    (folder / "torch.py").write_text("seen = 'of the folder'\n")
+    (folder / "script.py").write_text("import torch\nprint(torch.seen)")
+    assert seen(folder, "script", "script.py") == ("of the folder\n", False, False)
+
+
+def test_modules_of_python_that_files_replace(tmp_path: Path) -> None:
+    for name in ("train.py", "logging.py", "test.py", "data/loader.py", "numpy/__init__.py", "random/weights.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert preimport.shadowed(str(tmp_path)) == {"logging", "numpy"}
+    assert preimport.shadowed(str(tmp_path / "no.pyz")) == set()

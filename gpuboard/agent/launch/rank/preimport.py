@@ -1,4 +1,4 @@
-"""Whether a target changes the environment before it imports torch: torch must then not be imported ahead of it.
+"""Whether a target changes what an import of torch does: torch must then not be imported ahead of it.
 
 This source is executed in the rank, before the target.
 """
@@ -10,7 +10,7 @@ import sys
 
 MYPY = False
 if MYPY:
-    from typing import Dict, Iterator, List, Optional, Tuple, Union
+    from typing import Dict, Iterator, List, Optional, Set, Tuple, Union
 
     from gpuboard.agent.launch.rank import traceback_text
 
@@ -20,6 +20,31 @@ _FILES = 200  # of the user's own code that are read
 _READS = ("get", "copy", "items", "keys", "values")  # methods of os.environ
 _READERS = ("dict", "len", "list", "print", "repr", "sorted", "str")
 _WRITERS = ("putenv", "unsetenv", "load_dotenv")
+_OF_TORCH = ("torch", "numpy", "typing_extensions")  # packages that an import of torch loads
+_NOT_LOADED = {"test"}  # of Python; a frequent name of users' files
+
+
+def changes_import(kind: str, name: str) -> bool:
+    """Return whether an import of torch may differ after the target has begun."""
+    return changes_environment(kind, name) or bool(shadowed(_folder(kind, name)))
+
+
+def shadowed(folder: str) -> "Set[str]":
+    """Return the modules of Python or torch in whose place files of the target's folder are imported."""
+    try:
+        entries = os.listdir(folder)
+    except OSError:  # a zip archive
+        return set()
+    inside = {entry for entry in entries if os.path.exists(os.path.join(folder, entry, "__init__.py"))}
+    found = inside | {entry[:-3] for entry in entries if entry.endswith(".py")}
+    return found.intersection((*getattr(sys, "stdlib_module_names", ()), *_OF_TORCH)) - _NOT_LOADED
+
+
+def _folder(kind: str, name: str) -> str:
+    """Return the folder that comes first in ``sys.path``."""
+    if kind != "script":
+        return os.getcwd()
+    return name if os.path.isdir(name) else os.path.dirname(os.path.realpath(name))
 
 
 def changes_environment(kind: str, name: str) -> bool:
@@ -27,8 +52,7 @@ def changes_environment(kind: str, name: str) -> bool:
 
     Followed are the imports of the user's own modules, not those of installed packages.
     """
-    first = os.path.dirname(os.path.realpath(name)) if kind == "script" else os.getcwd()
-    search = [first, *(entry for entry in sys.path[1:] if not traceback_text.is_library(entry + "/"))]
+    search = [_folder(kind, name), *(entry for entry in sys.path[1:] if not traceback_text.is_library(entry + "/"))]
     if kind == "script":
         files = [os.path.join(name, "__main__.py") if os.path.isdir(name) else name]
     else:

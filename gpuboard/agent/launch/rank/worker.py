@@ -42,7 +42,7 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
         atexit.register(_wait_for_gloo)  # registered first: called last
         sys.meta_path.insert(0, torch_hooks.StoreWatch(channel, state, config["diagnostics"]))
         import_s = None
-        if config["preimport"] and not preimport.changes_environment(config["kind"], config["name"]):
+        if config["preimport"] and not preimport.changes_import(config["kind"], config["name"]):
             state["importing"] = True
             import_s = _import_torch()
             state["importing"] = False
