@@ -122,7 +122,8 @@ class Ports(msgspec.Struct, frozen=True):
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
-    """One attempt to reach ``node`` at ``address:port``; ``result``: ok, refused, unreachable, dropped or stranger."""
+    """One attempt to reach ``node`` at ``address:port``; ``result``: ok, refused, unreachable, dropped, stranger or
+    small-only (larger packets are lost)."""
 
     node: str
     address: str

@@ -167,6 +167,7 @@ def test_a_node_that_could_not_start(kind: str, message: str, remedy: str) -> No
         ("refused", "a firewall rejects it", "iptables -I INPUT -p tcp -s 10.0.0.2 --dport 1024:65535 -j ACCEPT"),
         ("dropped", "a firewall drops it", "on gpu01, as root: iptables"),
         ("unreachable", "no route", "set an address of gpu01 in the rank map that gpu02 can reach: 10.0.0.1"),
+        ("small-only", "packets of full size are lost", "set one MTU on both"),
         ("stranger", "another program replies", "set an address of gpu01"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -57,12 +58,35 @@ def test_a_late_reply_on_an_accepted_connection_is_ok() -> None:
     def answer() -> None:
         caller, _ = listener.accept()
         caller.send(network._mac(SECRET.encode(), caller.recv(64)[-16:]))
-        caller.close()
+
+        def confirm() -> None:
+            caller.recv(network._BULK, socket.MSG_WAITALL)
+            caller.send(network._ARRIVED)
+            caller.close()
+
+        threading.Thread(target=confirm, daemon=True).start()
 
     loop.after(0.3, answer)
     port = listener.getsockname()[1]
     assert attempt(loop, [("127.0.0.1", port)], timeout_s=0.2)[port]["result"] == "ok"
     listener.close()
+
+
+def test_a_path_that_delivers_small_packets_only_is_recognized() -> None:
+    loop = Loop()
+    listener = socket.create_server(("127.0.0.1", 0))
+    accepted = []
+
+    def answer() -> None:
+        caller, _ = listener.accept()
+        caller.send(network._mac(SECRET.encode(), caller.recv(64)[-16:]))
+        accepted.append(caller)  # the rest does not arrive
+
+    loop.after(0.0, answer)
+    port = listener.getsockname()[1]
+    assert attempt(loop, [("127.0.0.1", port)], timeout_s=0.2)[port]["result"] == "small-only"
+    for opened in [listener, *accepted]:
+        opened.close()
 
 
 def test_after_a_suspension_arrived_replies_are_read_before_the_timeout() -> None:

@@ -1,7 +1,8 @@
 """Network part of preflight: the bound master port, sockets that answer a handshake, connections to those.
 
 The handshake: the caller sends ``gpuboard`` and 16 random bytes, the listener replies with their HMAC-SHA256 under the
-run's secret. Other programs and other runs cannot compute it; the secret itself is not sent.
+run's secret. Other programs and other runs cannot compute it; the secret itself is not sent. Then the caller sends
+32 kB, whose arrival the listener confirms: a path with a smaller MTU than its ends can lose all packets of full size.
 """
 
 import errno
@@ -12,6 +13,7 @@ import os
 import socket
 import struct
 import time
+from functools import partial
 
 from gpuboard.agent.event_loop import IN, OUT, Loop
 from gpuboard.agent.launch import CallRefused
@@ -23,6 +25,8 @@ if MYPY:
 
 _HELLO = b"gpuboard"
 _NONCE = 16
+_BULK = 32768  # bytes: several packets of full size, also of jumbo frames
+_ARRIVED = b"arrived"
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 1  # netdevice(7)
 _REPLY_FACTOR = 3  # timeout of the handshake as a multiple of the connect timeout: the peer process may be slow
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.EACCES, errno.EPERM)
@@ -161,15 +165,35 @@ class Answering:
             return
         caller.setblocking(False)
         self._callers[caller.fileno()] = caller
-        self._loop.watch(caller.fileno(), IN, lambda: self._answer(caller))
+        self._loop.watch(caller.fileno(), IN, lambda: self._greet(caller))
 
-    def _answer(self, caller: socket.socket) -> None:
+    def _greet(self, caller: socket.socket) -> None:
         try:
-            data = caller.recv(64)
+            data = caller.recv(len(_HELLO) + _NONCE)
             if data.startswith(_HELLO) and len(data) == len(_HELLO) + _NONCE:
                 caller.send(_mac(self._secret, data[len(_HELLO) :]))
+                self._loop.watch(caller.fileno(), IN, partial(self._count, caller, [_BULK]))
+                return
         except OSError:
             pass  # the caller has gone
+        self._drop(caller)
+
+    def _count(self, caller: socket.socket, left: "List[int]") -> None:
+        """Read what follows the greeting; confirm it once all has arrived."""
+        try:
+            data = caller.recv(_BULK)
+            left[0] -= len(data)
+            if data and left[0] > 0:
+                return
+            if data:
+                caller.send(_ARRIVED)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # the caller has gone
+        self._drop(caller)
+
+    def _drop(self, caller: socket.socket) -> None:
         self._loop.unwatch(caller.fileno())
         del self._callers[caller.fileno()]
         caller.close()
@@ -195,7 +219,8 @@ class ConnectAttempts:
         self._done = done
         self._started = time.monotonic()
         self._reply_s = _REPLY_FACTOR * timeout_s
-        self._handshakes: "Dict[int, float]" = {}  # when the handshake was sent, for accepted connections
+        self._handshakes: "Dict[int, float]" = {}  # when something was sent last, for accepted connections
+        self._unsent: "Dict[int, bytes]" = {}  # of the bulk, for connections on which the listener has replied
         self._results: "List[Dict[str, Any]]" = [
             {"node": t["node"], "address": t["address"], "port": t["port"], "result": None} for t in targets
         ]
@@ -242,11 +267,32 @@ class ConnectAttempts:
         self._loop.watch(caller.fileno(), IN, lambda: self._answered(number, nonce))
 
     def _answered(self, number: int, nonce: bytes) -> None:
+        caller = self._sockets[number]
         try:
-            answer = self._sockets[number].recv(64)
+            answer = caller.recv(64)
         except OSError:
             answer = b""
-        self._settle(number, "ok" if hmac.compare_digest(answer, _mac(self._secret, nonce)) else "stranger")
+        if not hmac.compare_digest(answer, _mac(self._secret, nonce)):
+            self._settle(number, "stranger")
+            return
+        self._handshakes[number] = time.monotonic()
+        self._unsent[number] = bytes(_BULK)
+        self._loop.watch(caller.fileno(), IN | OUT, lambda: self._send_bulk(number))
+
+    def _send_bulk(self, number: int) -> None:
+        """Send what the socket takes; all has arrived when the listener says so."""
+        caller = self._sockets[number]
+        try:
+            if self._unsent[number]:
+                self._unsent[number] = self._unsent[number][caller.send(self._unsent[number]) :]
+                if not self._unsent[number]:
+                    self._loop.watch(caller.fileno(), IN, lambda: self._send_bulk(number))
+                return
+            self._settle(number, "ok" if caller.recv(64) == _ARRIVED else "stranger")
+        except BlockingIOError:
+            return
+        except OSError:
+            self._settle(number, "stranger")
 
     def _failed(self, number: int, code: int) -> None:
         if code == errno.ECONNREFUSED:
@@ -284,7 +330,7 @@ class ConnectAttempts:
             if number not in self._handshakes:
                 self._settle(number, "dropped")
             elif now - self._handshakes[number] >= self._reply_s:
-                self._settle(number, "stranger")
+                self._settle(number, "small-only" if number in self._unsent else "stranger")
         if self._sockets:
             first = min(self._handshakes[number] for number in self._sockets)
             self._timer = self._loop.after(max(0.0, first + self._reply_s - now), self._on_timeout)

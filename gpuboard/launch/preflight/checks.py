@@ -247,6 +247,7 @@ _PROBE_CAUSE = {
     "refused": "refused at once: a firewall rejects it",
     "dropped": "no reply: a firewall drops it",
     "unreachable": "no route to that address",
+    "small-only": "small packets arrive, packets of full size are lost: an interface's MTU is above that of the path",
     "stranger": "another program replies there: the address may belong to another machine",
 }
 
@@ -287,6 +288,11 @@ def _own_loopback(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts
 
 def _rule(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts]) -> str:
     """Return the remedy for a failed connection: a firewall rule, or another address."""
+    if bad.result == "small-only":
+        return (
+            f"compare `ip link` on {source} and {bad.node}: set one MTU on both and on the switches between them "
+            "(9000 or 1500; less in a tunnel), and let ICMP 'fragmentation needed' through"
+        )
     if bad.result not in {"refused", "dropped"}:
         return (
             f"set an address of {bad.node} in the rank map that {source} can reach: {_addresses(facts.get(bad.node))}"
