@@ -78,7 +78,12 @@ def shadowed():
     import calendar
     calendar.month(2026, 1)
 
-(chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed)[int(os.environ["RANK"])]()
+def grouped():
+    import types
+    sys.modules["torch.distributed"] = types.SimpleNamespace(is_initialized=lambda: True)  # with a FileStore
+    boom()
+
+(chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped)[int(os.environ["RANK"])]()
 """
 
 
@@ -88,7 +93,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=11) as here:
+    with node(folder, SCRIPT, count=12) as here:
         go(here)
         here.wait_ended()
         found = {data["rank"]: data for data in here.data("raised")}
@@ -132,6 +137,13 @@ def test_the_cause_in_a_chain_of_exceptions(
 def test_an_exit_code_of_its_own_is_no_exception(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:
     script, found = raised
     assert found[6] == {"rank": 6, "code": 4, "place": f"{script}:41 in plain"}
+
+
+def test_a_process_group_without_a_store_of_tcp_counts_as_initialized(
+    raised: tuple[str, dict[int, dict[str, Any]]],
+) -> None:
+    assert {found["phase"] for rank, found in raised[1].items() if "phase" in found and rank != 11} == {"import"}
+    assert raised[1][11]["phase"] == "train"
 
 
 CHILDREN = """

@@ -277,6 +277,12 @@ def _hide_our_frames() -> None:
     sys.excepthook = stripped
 
 
+def _initialized() -> bool:
+    """Return whether there is a process group, which may be without a store of TCP."""
+    distributed: "Any" = sys.modules.get("torch.distributed")
+    return bool(getattr(distributed, "is_initialized", bool)())
+
+
 def _report(channel: "WorkerChannel", error: BaseException, state: "Dict[str, bool]") -> None:
     """Report the exception that is about to end this rank."""
     trace = _strip(error.__traceback__)
@@ -286,7 +292,7 @@ def _report(channel: "WorkerChannel", error: BaseException, state: "Dict[str, bo
     elif any(frame.name in _RENDEZVOUS and "distributed" in frame.filename for frame in frames):
         phase = "init"
     else:
-        phase = "train" if state["joined"] else "import"
+        phase = "train" if state["joined"] or _initialized() else "import"
     text = "".join(traceback.format_exception(type(error), error, trace))
     channel.send(
         dict(
