@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.launch import evidence, preflight
+from gpuboard.agent.launch import CallRefused, evidence, preflight, start
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user: root is exempt from ulimit -u")
@@ -52,3 +52,29 @@ def test_files_of_the_folder_do_not_replace_the_modules_of_python(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["target_sha256"] is not None
+
+
+def test_a_program_whose_interpreter_is_missing_is_refused(tmp_path: Path) -> None:
+    program = tmp_path / "train.sh"
+    config = {"target": {"name": "./train.sh"}, "wrap": [], "cwd": str(tmp_path)}
+    for first, refused in (("#!/bin/sh", ""), ("#!/usr/bin/env bash", ""), ("#! /opt/bin/fish -l", "/opt/bin/fish")):
+        program.write_text(f"{first}\n")
+        program.chmod(0o755)
+        if not refused:
+            assert start.program(config, {}) == f"{tmp_path}/./train.sh"
+            continue
+        with pytest.raises(CallRefused, match=f"begins with #!{refused}, which does not exist on this node") as error:
+            start.program(config, {})
+        assert error.value.kind == "program"
+
+
+def test_a_wrapper_that_is_missing_is_no_matter_of_the_interpreter(tmp_path: Path) -> None:
+    config = {
+        "target": {"kind": "script", "name": "x.py"},
+        "wrap": ["no-such-wrapper"],
+        "cwd": str(tmp_path),
+        "python": "",
+    }
+    with pytest.raises(CallRefused, match="cannot start no-such-wrapper") as error:
+        preflight.gather(config, dict(os.environ))
+    assert error.value.kind == "wrap"

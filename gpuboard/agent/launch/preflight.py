@@ -70,7 +70,7 @@ _NPROC_COUNTED = 65536  # a limit above is not reached; counting a user's thread
 
 
 def gather(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, Any]":
-    """Return the facts. Raises CallRefused with ``cwd``, ``python`` or ``target``."""
+    """Return the facts. Raises CallRefused with ``cwd``, ``python``, ``wrap``, ``program`` or ``target``."""
     if not os.path.isdir(config["cwd"]):
         raise CallRefused("cwd", "no folder %s on this node" % config["cwd"])
     if not os.access(config["cwd"], os.X_OK):
@@ -129,14 +129,15 @@ def _run_script(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[st
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise
-        raise CallRefused("python", "cannot start %s: %s" % (line[0], error)) from error
+        kind = "wrap" if config["wrap"] else "python"
+        raise CallRefused(kind, "cannot start %s: %s" % (line[0], error)) from error
     except subprocess.TimeoutExpired as error:
         raise CallRefused("python", "%s did not respond within %d s" % (line[0], _SCRIPT_S)) from error
     try:
         facts = json.loads(done.stdout.decode("utf-8", "replace").splitlines()[-1])
         assert isinstance(facts, dict)
     except (ValueError, IndexError, AssertionError) as error:
-        errors = done.stderr.decode("utf-8", "replace").strip()[-500:]
+        errors = done.stderr.decode("utf-8", "replace").strip()[-500:] or "it wrote no error"
         raise CallRefused("python", "%s ended with exit code %d: %s" % (line[0], done.returncode, errors)) from error
     return facts
 

@@ -226,8 +226,23 @@ def program(config: "Dict[str, Any]", environ: "Dict[str, str]") -> str:
     if not os.path.isfile(path):
         raise CallRefused("target", "no program %s in %s or on PATH of this node" % (name, config["cwd"]))
     if not os.access(path, os.X_OK):
-        raise CallRefused("target", "%s is not executable; chmod +x it, or leave out --no-python for a script" % path)
+        raise CallRefused("program", "%s is not executable; chmod +x it, or leave out --no-python for a script" % path)
+    missing = _missing_interpreter(path)
+    if missing:
+        text = "%s begins with #!%s, which does not exist on this node; correct that line, or install the interpreter"
+        raise CallRefused("program", text % (path, missing))
     return path
+
+
+def _missing_interpreter(path: str) -> str:
+    """Return the interpreter that a program's first line names if it does not exist, else ""."""
+    try:
+        with open(path, "rb") as file:
+            first = file.readline(256)
+    except OSError:  # it may be executable without being readable
+        return ""
+    words = first[2:].decode("utf-8", "replace").split() if first.startswith(b"#!") else []
+    return words[0] if words and words[0].startswith("/") and not os.path.exists(words[0]) else ""
 
 
 def start_program(config: "Dict[str, Any]", environ: "Dict[str, str]", rank: int) -> Worker:
@@ -262,7 +277,7 @@ def _popen(
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise
-        kind = kind if os.path.isdir(config["cwd"]) else "cwd"
+        kind = "cwd" if not os.path.isdir(config["cwd"]) else "wrap" if config["wrap"] else kind
         raise CallRefused(kind, "cannot start %s in %s: %s" % (line[0], config["cwd"], error)) from error
 
 

@@ -116,6 +116,7 @@ def _started(node: str, failure: Failure | None) -> Check:
         return Check("start", node, "ok", "supervisor started")
     remedy = {
         "python": "activate the training environment before launch, or pass --python PATH (a path on the nodes)",
+        "wrap": "--wrap begins with a program of the nodes, which must pass on arguments, environment and descriptors",
         "cwd": "launch from a folder that every node has (a shared home), or copy it to the node",
         "target": "copy the file to the node, or launch from a folder that every node has",
         "connection": "`gpuboard status` shows the state of the node",
