@@ -97,6 +97,8 @@ def test_the_end_of_a_process_empties_the_node(folder: Path, victim: str) -> Non
         guard, supervisor, pids = family(here)
         os.kill(guard if victim == "guard" else supervisor, signal.SIGKILL)
         wait_dead(pids | {guard, supervisor})
+        told = [data["reason"] for data in here.data("stopping")]
+        assert told == ["the guard process died" if victim == "guard" else "the supervisor was killed by signal 9"]
 
 
 def test_a_stopped_supervisor_does_not_keep_ranks_alive(folder: Path) -> None:

@@ -13,7 +13,7 @@ from gpuboard.agent.launch import scratch, teardown
 
 MYPY = False
 if MYPY:
-    from typing import Any, Dict
+    from typing import Any, Dict, Optional
 
     from gpuboard.agent.protocol import AgentChannel
 
@@ -40,9 +40,14 @@ def run(channel: "AgentChannel", config: "Dict[str, Any]") -> None:
         _supervise(supervisor.Supervisor(channel, config, guard_life, guard_pid), channel)
     os.close(supervisor_end)
     os.close(guard_life)
-    if _watch(channel.fd_in, supervisor_life, pid):
-        channel.event("stopping", {"reason": teardown.signal_text(signal.SIGTERM)})
-    teardown.kill_all(config, os.getpid(), (), _reap, 4.0)
+    ended: "Dict[int, int]" = {}  # children → their status from waitpid
+    reason = _watch(channel.fd_in, supervisor_life, pid, ended)
+    if reason is None:
+        status = ended[pid] if pid in ended else os.waitpid(pid, 0)[1]
+        reason = "the supervisor was killed by signal %d" % os.WTERMSIG(status) if os.WIFSIGNALED(status) else ""
+    if reason:
+        channel.event("stopping", {"reason": reason})
+    teardown.kill_all(config, os.getpid(), (), lambda: _reap(ended), 4.0)
     scratch.remove(config)
 
 
@@ -61,10 +66,11 @@ def _supervise(supervisor: "Any", channel: "AgentChannel") -> None:
         os._exit(code)
 
 
-def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> bool:
+def _watch(connection: int, supervisor_life: int, supervisor_pid: int, ended: "Dict[int, int]") -> "Optional[str]":
     """Return when the supervisor has ended; kill it if it does not act on the end of the connection or on SIGTERM.
 
-    True: it did not act on a SIGTERM, so the head does not know of it.
+    None: it ended by itself. Else what the head does not know, as it did not act on a SIGTERM; "" for nothing.
+    ``ended`` gets the children that have ended.
     """
     # Handlers, not SIG_IGN: ranks inherit ignored signals.
     wake_read, wake_write = os.pipe()
@@ -81,9 +87,9 @@ def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> bool:
         ready = poll(watched, None if deadline is None else deadline - time.monotonic())
         if wake_read in ready:
             os.read(wake_read, 4096)
-            _reap()
+            _reap(ended)
         if supervisor_life in ready:
-            return False
+            return None
         if connection in ready:
             del watched[connection]
         if (connection in ready or ending) and deadline is None:
@@ -92,13 +98,15 @@ def _watch(connection: int, supervisor_life: int, supervisor_pid: int) -> bool:
             deadline = time.monotonic() + _TEARDOWN_S
         if deadline is not None and time.monotonic() >= deadline:
             teardown.send_signal(supervisor_pid, signal.SIGKILL)
-            return bool(ending)
+            return teardown.signal_text(signal.SIGTERM) if ending else ""
 
 
-def _reap() -> None:
+def _reap(ended: "Dict[int, int]") -> None:
     while True:
         try:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                return
+            pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
+        if pid == 0:
+            return
+        ended[pid] = status
