@@ -226,6 +226,12 @@ def test_a_rank_that_ends_with_0_while_others_lose_their_connection_to_it_is_the
     assert after.messages[0].startswith("rank 2 (gpu02:7) failed"), "rank 1 ended well, and later"
 
 
+def test_a_lost_connection_that_is_not_torch_s_is_the_cause_whatever_arrives_first() -> None:
+    server = Raised(1, "ConnectionResetError", "[Errno 104] Connection reset by peer", "/exp/data.py", 9)
+    failed = later(watch(), *(Joined(rank) for rank in range(3)), lost(2), server, lost(0))
+    assert failed.messages[0].startswith("rank 1 (gpu01:3) failed: ConnectionResetError: [Errno 104]")
+
+
 def test_a_rank_that_leaves_its_group_and_runs_on_is_named() -> None:
     early = feed(watch(), lost(0))
     wanted = [early.places_wanted]  # not at once: the root cause may arrive

@@ -39,15 +39,16 @@ def among_effects(failures: Failures) -> Cause:
     for symptom in ("mismatch", "timeout"):
         if found := [c for c in failures.candidates if c.symptom == symptom]:
             return _mismatch(failures, found) if symptom == "mismatch" else _timeout(failures, found)
-    first = failures.candidates[0]
-    of_torch = any(_OF_TORCH.search(c.text + c.evidence) for c in failures.candidates)
+    of_torch = any(_from_torch(c) for c in failures.candidates)
+    # Another connection than torch's has a reason of its own: a server, or a DataLoader worker that has died.
+    first = next((c for c in failures.candidates if not _from_torch(c)), failures.candidates[0])
     left = sorted(
         (at, rank, code)
         for rank, (at, code) in failures.left.items()
         if code or (of_torch and rank in failures.joined and at <= first.at + _RACE_S)
     )
     if not left:
-        return _left_group(failures, first) if of_torch else first
+        return _left_group(failures, first) if _from_torch(first) else first
     at, rank, code = left[0]
     if code:
         known = next((c for c in failures.candidates if c.rank == rank), None)
@@ -58,6 +59,10 @@ def among_effects(failures: Failures) -> Cause:
     who, them = (failures.where(rank), "it") if len(gone) == 1 else (rank_words(gone), "them")
     text = f"{who} ended with exit code 0 in the middle of training; {others} lost the connection to {them}"
     return msgspec.structs.replace(_blaming(failures, "exit", gone, text, first), symptom="own", at=at)
+
+
+def _from_torch(cause: Cause) -> bool:
+    return bool(_OF_TORCH.search(cause.text + cause.evidence))
 
 
 def _left_group(failures: Failures, first: Cause) -> Cause:
