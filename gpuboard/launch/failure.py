@@ -383,7 +383,11 @@ class FailureWatch:
     def _explain_child(self, rank: int) -> None:
         """Add the error of a rank's child process to the exception about that process."""
         error, raised = self._root_error.get(rank), self._raised.get(rank)
-        if not error or raised is None or not any(kind in f"{raised.type}: {raised.note}" for kind in CHILD_FAILED):
+        if not error or raised is None:
+            return
+        if error.startswith("last line") and "DataLoader" in raised.message:  # of the rank: workers write tracebacks
+            return
+        if not any(kind in f"{raised.type}: {raised.message} {raised.note}" for kind in CHILD_FAILED):
             return
         if self.cause is not None and (self.cause.rank, self.cause.kind) == (rank, "raised"):
             self.note_evidence(error)

@@ -83,7 +83,14 @@ def grouped():
     sys.modules["torch.distributed"] = types.SimpleNamespace(is_initialized=lambda: True)  # with a FileStore
     boom()
 
-(chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped)[int(os.environ["RANK"])]()
+def received():
+    from multiprocessing import reduction, resource_sharer
+    sharer = resource_sharer.DupFd(os.open(os.devnull, os.O_RDONLY))
+    resource_sharer.stop()
+    sharer.detach()
+
+every = chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped, received
+every[int(os.environ["RANK"])]()
 """
 
 
@@ -93,7 +100,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=12) as here:
+    with node(folder, SCRIPT, count=13) as here:
         go(here)
         here.wait_ended()
         found = {data["rank"]: data for data in here.data("raised")}
@@ -132,6 +139,10 @@ def test_the_cause_in_a_chain_of_exceptions(
         *cause,
         note.format(script),
     )
+
+
+def test_the_death_of_the_process_that_sent_data_is_noted(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:
+    assert raised[1][12]["note"] == "the process that sent the data has ended: a DataLoader worker?"
 
 
 def test_an_exit_code_of_its_own_is_no_exception(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:

@@ -123,5 +123,11 @@ def test_the_error_that_explains_the_newest_one() -> None:
     assert root_error(["no such file", *lines[5:]]) == "last error on stderr: no such file"
     launched = [line for line in TORCHRUN.splitlines() if line.strip()]
     assert root_error(launched) == "last error on stderr: ValueError: batch of size 0 at /exp/child.py:8"
+    worker = [
+        "ERROR: Unexpected segmentation fault encountered in worker.",
+        " [rank1]: Traceback (most recent call last):",
+        "[rank1]: RuntimeError: DataLoader worker (pid 13818) is killed by signal: Segmentation fault.",
+    ]
+    assert root_error(worker) == f"last error on stderr: {worker[0]}"
     alone = root_error(launched[5:8])
     assert alone == f"last error on stderr: {launched[7].removeprefix('[rank0]: ')} at /exp/child.py:9"

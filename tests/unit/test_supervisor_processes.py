@@ -110,3 +110,6 @@ def test_the_interpreter_is_python_then_that_of_the_environment_then_of_path(tmp
 
 def test_no_evidence_without_a_kill() -> None:
     assert evidence.oom_text(os.getpid(), evidence.oom_counts()) is None
+    before = {folder: count - 1 for folder, count in evidence.oom_counts().items()}
+    died = evidence.child_death("Command 'x' died with <Signals.SIGKILL: 9>.", before)
+    assert (died or "").startswith("out of memory: ") == bool(before)

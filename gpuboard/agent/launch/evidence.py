@@ -31,11 +31,12 @@ def recorded(path: str) -> "Optional[str]":
 
 
 def child_death(text: str, oom_before: "Dict[str, int]") -> "Optional[str]":
-    """Return evidence for an exception about the death of a process of the rank: torch's DataLoader reports one."""
+    """Return evidence for an exception about the death of a process of the rank: torch's DataLoader or subprocess
+    reports one, the latter without a pid."""
     if re.search(r"Bus error|shared memory ?\(shm\)|shared memory (object|limit|file)|allocate shared memory", text):
         return shared_memory()
-    killed = re.search(r"\(pid (\d+)\) is killed by signal: Killed", text)
-    oom = oom_text(int(killed.group(1)), oom_before) if killed else None
+    killed = re.search(r"\(pid (\d+)\) is killed by signal: Killed|died with <Signals.SIGKILL", text)
+    oom = oom_text(int(killed.group(1) or 0), oom_before) if killed else None
     return None if oom is None else "out of memory: " + oom
 
 

@@ -26,12 +26,13 @@ _FATAL = re.compile(
 )
 # faulthandler's stack, innermost frame first
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+) in (.+)$')
-_RANK = re.compile(r"^\[rank\d+\]: ")  # torch's prefix of each line of an uncaught exception
+_RANK = re.compile(r"^ ?\[rank\d+\]: ")  # torch's prefix of each line of an uncaught exception
 _TORCHRUN = re.compile(r"[/ ]torch/distributed/elastic/")  # its log messages, of no further use
 # Exceptions about the failure of child processes
 CHILD_FAILED = (
     "subprocess.CalledProcessError:",
     "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
+    "RuntimeError: DataLoader worker (pid",
 )
 _ERROR = re.compile(
     r"Error\b|Exception\b|\b(error|fatal|failed|failure|exception|aborted|killed|assertion|denied|cannot|unable|invalid|"

@@ -43,6 +43,8 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
     kind, message, place, notes = _read(cause, cause_trace)
     notes += [str(added).strip().partition("\n")[0][:_BRIEF] for added in _added(cause)[:_NOTES]]
     notes += _shadowing(message) if isinstance(cause, (AttributeError, ImportError)) else []
+    if isinstance(cause, (OSError, EOFError)) and _receives_data(cause_trace):
+        notes.append("the process that sent the data has ended: a DataLoader worker?")
     parameters = ddp_parameters.without_gradient(message, cause_trace)
     notes += [parameters] if parameters else []
     if isinstance(error, SystemExit) and cause is not error:
@@ -96,6 +98,11 @@ def _members(error: BaseException) -> "Tuple[BaseException, ...]":
     """Return the members of an exception group, also of its backport; none for others."""
     found = getattr(error, "exceptions", None)
     return found if isinstance(found, tuple) and all(isinstance(e, BaseException) for e in found) else ()
+
+
+def _receives_data(trace: "Optional[TracebackType]") -> bool:
+    """Return whether a tensor was being taken over from another process, which keeps it until then."""
+    return any(frame.filename.endswith("multiprocessing/resource_sharer.py") for frame in traceback.extract_tb(trace))
 
 
 def _shadowing(message: str) -> "List[str]":
