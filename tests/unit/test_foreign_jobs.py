@@ -51,6 +51,12 @@ def test_ranks_are_found_below_launchers_and_shells() -> None:
         pids = [one["ranks"][0]["pid"] for one in found]
         assert not {shell.pid, torchrun.pid, alone.pid} & set(pids), "the Python below, not what started it"
         assert jobs.find(pids[1]) == [found[1]]
+        starter = started(stack, [sys.executable, "-c", below.replace("'2'", "'3'")], MASTER_ADDR="h", MASTER_PORT=PORT)
+        [of_starter] = jobs.find(starter.pid)
+        assert (of_starter["job"], [rank["rank"] for rank in of_starter["ranks"]]) == (
+            {"MASTER_ADDR": "h", "MASTER_PORT": PORT},
+            [3],
+        ), "the ranks that a launcher has started, not itself"
         assert [rank["pid"] for one in jobs.find(alone.pid) for rank in one["ranks"]] != []
         alone.kill()
         until(lambda: alone.poll() is not None, "it has ended")
@@ -74,6 +80,13 @@ def explained(**nodes: NodeJobs) -> tuple[ForeignJob, str | None]:
     """Return the only job of these nodes, and the verdict on it."""
     [job] = joined(nodes, {name: waiting(len(answer.jobs[0].ranks)) for name, answer in nodes.items()})
     return job, explain_job(job).verdict
+
+
+def test_ranks_that_wait_in_init_for_others_passed_the_right_numbers() -> None:
+    stack = [StackFrame("init_process_group", "/x/site-packages/torch/distributed/c10d.py", 1)]
+    seen = Inspection([RankEvidence(0, 100, "S", stack=stack, joins_as=(0, 4))])
+    [job] = joined({"gpu01": part(0)}, {"gpu01": seen})
+    assert explain_job(job).verdict == "waiting for ranks 1-3, which were not found"
 
 
 def test_parts_of_a_job_are_joined_and_contradictions_are_named() -> None:

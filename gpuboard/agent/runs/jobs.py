@@ -4,6 +4,7 @@ import os
 
 from gpuboard.agent import proc
 from gpuboard.agent.launch import CallRefused
+from gpuboard.agent.launch.teardown import descendants, read_processes
 
 MYPY = False
 if MYPY:
@@ -33,22 +34,26 @@ _LAUNCHERS = (
 
 
 def find(pid: "Optional[int]") -> "List[Dict[str, Any]]":
-    """Return the jobs of this user on this node (root: of everyone), or that of process ``pid`` alone.
+    """Return the jobs of this user on this node (root: of everyone), or that of process ``pid`` alone: the job that it
+    is a rank of, or whose ranks it has started.
 
     Each: ``job`` (values of SAME_JOB that are set), ``ranks`` (``rank, size, local_rank, pid, uid, command``).
     Raises CallRefused if there is no such process, or its environment cannot be read.
     """
-    wanted = None
-    if pid is not None:
-        wanted = _member(_environ(pid), named=True)
-        if wanted is None:
-            return [{"job": {}, "ranks": [_described(pid, Member((), 0, None, 0, 0))]}]
+    named = _member(_environ(pid), named=True) if pid is not None else None
+    wanted = {named.job} if named is not None else None
     members: "Dict[int, Member]" = {}
     for other in sorted(proc.own_pids() if os.geteuid() else proc.pids()):
         variables = proc.read_environ(other)
         member = _member(_mapped(variables), named=False) if variables else None
-        if member is not None and (wanted is None or member.job == wanted.job):
+        if member is not None:
             members[other] = member
+    if pid is not None and named is None:
+        wanted = {members[other].job for other in descendants(pid, read_processes()) if other in members}
+        if not wanted:
+            return [{"job": {}, "ranks": [_described(pid, Member((), 0, None, 0, 0))]}]
+    if wanted is not None:
+        members = {other: member for other, member in members.items() if member.job in wanted}
     found: "Dict[Tuple[str, ...], Dict[int, int]]" = {}
     for other in _leaders(members):
         found.setdefault(members[other].job, {}).setdefault(members[other].rank, other)

@@ -119,7 +119,9 @@ def explain_job(job: ForeignJob) -> Explanation:
     elif absent:
         activities = {rank: activity(status, evidence.get(rank)) for rank, status in statuses.items()}
         stall = diagnose(activities)
-        if stall is not None and stall.kind == "stall-network":  # those that were found agree: the others are missing
+        passed = {rank: seen.joins_as for rank, seen in evidence.items() if seen.joins_as is not None}
+        right = bool(passed) and all(numbers == (rank, job.size) for rank, numbers in passed.items())
+        if stall is not None and (stall.kind == "stall-network" or right):  # those found agree: the others are missing
             words = f"waiting for {_ranks(absent)}, which {'was' if len(absent) == 1 else 'were'} not found"
             found = msgspec.structs.replace(found, verdict=words, remedy=_WHERE)
     missing = list(found.missing)
