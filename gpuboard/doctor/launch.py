@@ -23,7 +23,7 @@ from gpuboard.model.rankmap import RankMap
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.transport.connector import Connector
 
-_TIMING = HeadTiming(start_s=12.0, probe_s=5.0)  # so that the whole command takes about 15 s
+_TIMING = HeadTiming(start_s=12.0)  # so that the whole command takes at most about 20 s
 _ANY_TARGET = Target("script", "/dev/null")  # preflight reads the target; no rank runs it
 _LEFT_OUT = {"script", "driver"}  # the placeholder above; checked for all nodes together (doctor/nodes.py)
 

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from gpuboard.agent.launch.network import REPLY_FACTOR
+from gpuboard.doctor import launch as doctor_launch
 from gpuboard.launch.causes.gpus import damaged
 from gpuboard.launch.plan import Device
 from gpuboard.launch.preflight.check import Check, check_text, grouped
@@ -22,11 +24,12 @@ from gpuboard.launch.preflight.checks import (
 )
 from gpuboard.launch.preflight.collect import failure
 from gpuboard.launch.preflight.gpus import gpu_checks
+from gpuboard.launch.timing import DEFAULT_TIMING
 from gpuboard.model.gpu import NodeState
 from gpuboard.model.rankmap import RankMap
 from gpuboard.model.replies import Detail, LaunchFacts, ProbeResult, TaskLimit
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
-from gpuboard.transport.base import CallFailed
+from gpuboard.transport.base import CallFailed, LinkLost
 from tests.unit.test_plan import MAP
 
 FACTS = LaunchFacts(
@@ -177,6 +180,15 @@ def test_a_failed_connection_names_cause_and_remedy(result: str, cause: str, rem
     assert check.evidence == "gpu02 cannot reach gpu01 at 10.0.0.1, port 29500"
     assert cause in check.cause
     assert remedy in check.remedy
+
+
+def test_the_deadline_of_a_connectivity_check_leaves_time_for_each_result() -> None:
+    for timing in (DEFAULT_TIMING, doctor_launch._TIMING):
+        assert timing.probe_s > timing.connect_s * (1 + REPLY_FACTOR)
+
+
+def test_the_check_of_a_node_has_its_name_once() -> None:
+    assert failure(LinkLost("gpu01", "no answer in 5.0 s")) == Failure("connection", "no answer in 5.0 s")
 
 
 def test_a_port_in_use_names_its_holder() -> None:

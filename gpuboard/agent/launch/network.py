@@ -28,7 +28,7 @@ _NONCE = 16
 _BULK = 32768  # bytes: several packets of full size, also of jumbo frames
 _ARRIVED = b"arrived"
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 1  # netdevice(7)
-_REPLY_FACTOR = 3  # timeout of the handshake as a multiple of the connect timeout: the peer process may be slow
+REPLY_FACTOR = 3  # timeout of the handshake as a multiple of the connect timeout: the peer process may be slow
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.EACCES, errno.EPERM)
 
 
@@ -218,7 +218,7 @@ class ConnectAttempts:
         self._secret = secret.encode("utf-8")
         self._done = done
         self._started = time.monotonic()
-        self._reply_s = _REPLY_FACTOR * timeout_s
+        self._reply_s = REPLY_FACTOR * timeout_s
         self._handshakes: "Dict[int, float]" = {}  # when something was sent last, for accepted connections
         self._unsent: "Dict[int, bytes]" = {}  # of the bulk, for connections on which the listener has replied
         self._results: "List[Dict[str, Any]]" = [

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [RUN] [--node NAME] [options]\n       %(prog)s [--pid PID] [--node NODESET] [options]"
     parser.add_argument("run", nargs="?", metavar="RUN", help="the run's id, its start, or `last`; default: last")
     parser.add_argument("--pid", type=whole(1, 2**22), metavar="PID",
-                        help="a rank of any other job, on this node or the first of --node")  # fmt: skip
+                        help="a rank or launcher of any other job, on this node or the first of --node")  # fmt: skip
     parser.add_argument(
         "--node", metavar="NODESET", help="with RUN: the node on which it was started; without: all your "
         "distributed jobs on these nodes, by RANK and WORLD_SIZE in the processes' environment"

@@ -130,5 +130,5 @@ class PreflightCalls:
 def failure(error: CallFailed | LinkLost) -> Failure:
     """Return a refused call, or one without a reply, as a Failure."""
     if isinstance(error, LinkLost):
-        return Failure("connection", str(error))
+        return Failure("connection", error.words)
     return Failure(error.kind, error.message, (error.detail.holder or "") if error.detail else "")
