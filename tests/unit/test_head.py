@@ -69,7 +69,8 @@ def test_a_run_can_be_stopped_as_soon_as_it_is_seen(tmp_path: Path, end: Callabl
     env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
     folder = Seen(env, "rabc")
     folder.end = end
-    screen = Screen(io.StringIO(), io.StringIO())
+    err = io.StringIO()
+    screen = Screen(io.StringIO(), err)
     plan = planned()
     nodes = {config.node: Node(config.node, None) for config in plan.nodes}
     head = Head(plan, folder, screen, connector=Connector(Settings()), nodes=nodes, read_gpus=None)
@@ -84,6 +85,7 @@ def test_a_run_can_be_stopped_as_soon_as_it_is_seen(tmp_path: Path, end: Callabl
         signal.signal(signal.SIGTERM, usual)
         screen.close()
     assert [verdict.kind for verdict in head.view().verdicts] == ["stopped"]
+    assert ": stopped before the ranks were started" in err.getvalue()
 
 
 def test_a_resumed_head_reads_its_inbox_before_it_names_the_root_cause(tmp_path: Path) -> None:

@@ -102,6 +102,8 @@ class AttemptOutcome:
             )
         elif options.preflight_only and code == 0:
             lines.append("preflight passed; no rank was started (--preflight-only)")
+        elif not self._gate.opened and self._ending.asked is not None:
+            lines.append(f"{self._ending.asked[0]}: stopped before the ranks were started")
         lines += self._watch.summary() if self._gate.opened else []
         if code != 0 and failure_before and failure_before == self.failure:
             lines.append(same_failure_text(self._plan, self.failure))
