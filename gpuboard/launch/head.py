@@ -296,7 +296,7 @@ class Head:
             if self._gate.opened and node not in self._watch.ended_nodes:
                 self._sweeping.add(node)
                 self._supervisors.sweep(node)
-            self._watch.node_lost(node, f"connection lost: {error}", now)
+            self._watch.node_lost(node, f"connection lost: {error.removeprefix('the connection was lost: ')}", now)
         else:
             self._gate.calls.lost(node, error)
             self._watch.ended_nodes.add(node)

@@ -324,7 +324,9 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         if self._exit is not None or exc is None:
             self.fail(explain_exit(self._exit, self._stderr, self._python))
         else:
-            self.fail(TransportError("lost", f"the connection was lost: {exc or type(exc).__name__}"))
+            why = str(exc) or type(exc).__name__
+            why = "it was closed without notice" if why == "Connection lost" else why
+            self.fail(TransportError("lost", f"the connection was lost: {why}"))
 
     def _write(self, data: bytes) -> None:
         if self._chan is None or self._unsent:
