@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from gpuboard.launch import events
+from gpuboard.launch.causes.advice import advice
 from gpuboard.launch.causes.cause import Cause, FailureKind, symptom_of
 from gpuboard.launch.causes.effects import Failures, among_effects
 from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text
@@ -343,6 +344,8 @@ class FailureWatch:
         hint = f"its standard input is /dev/null; --stdin {event.rank} passes this terminal on to it" if asked else ""
         symptom = symptom_of(f"{event.type}: {event.message} {event.note}")
         hint = "" if event.rank == self._stdin_rank else hint
+        if tip := advice(f"{event.type}: {event.message}"):
+            hint = f"→ {tip}"
         node = self.ranks[event.rank].node
         origin = f"{clean(event.type)}{place}" if event.file else ""
         self._candidates.append(Cause("raised", event.rank, node, text, hint, symptom=symptom, at=now, place=origin))

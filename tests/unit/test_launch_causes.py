@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpuboard.launch.causes.advice import advice
 from gpuboard.launch.causes.stderr import evidence, root_error
 
 TRACEBACK = """
@@ -131,3 +132,21 @@ def test_the_error_that_explains_the_newest_one() -> None:
     assert root_error(worker) == f"last error on stderr: {worker[0]}"
     alone = root_error(launched[5:8])
     assert alone == f"last error on stderr: {launched[7].removeprefix('[rank0]: ')} at /exp/child.py:9"
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("RuntimeError: CUDA error: device-side assert triggered\nCUDA kernel errors might", "CUDA_LAUNCH_BLOCKING=1"),
+        ("torch.AcceleratorError: CUDA error: all CUDA-capable devices are busy or unavailable", "gpuboard status"),
+        ("RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA", "spawn"),
+        ("RuntimeError: CUDA error: invalid device ordinal", "LOCAL_RANK"),
+        ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", "quota"),
+        ("OSError: [Errno 98] Address already in use", "MASTER_PORT"),
+        ("RuntimeError:\n before the\n current process has finished its bootstrapping phase.", "__main__"),
+        ("ValueError: invalid literal for int() with base 10: 'x'", ""),
+    ],
+)  # fmt: skip
+def test_what_to_try_after_an_exception(message: str, words: str) -> None:
+    assert words in advice(message)
+    assert bool(advice(message)) == bool(words)

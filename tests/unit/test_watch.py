@@ -156,6 +156,11 @@ def test_a_lost_connection_among_processes_of_the_rank_gives_way_to_its_reason()
     assert failed.messages[1] == "  last error on stderr: KeyError: 'vocab'"
 
 
+def test_what_to_try_follows_the_cause() -> None:
+    failed = feed(watch(), Raised(1, "RuntimeError", "CUDA error: invalid device ordinal", "/exp/train.py", 4))
+    assert failed.messages[1] == "  → the number of a rank's GPU is LOCAL_RANK, not RANK"
+
+
 def test_the_last_line_of_output_is_evidence_where_there_is_no_other() -> None:
     failed = watch()
     failed.note_end_of_output(1, "", "main failed: loss is nan")
