@@ -25,6 +25,11 @@ def clean(text: str, limit: int = 512) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def same_user(one: str | None, other: str) -> bool:
+    """Return whether two names of users are equal, in any case: as the board's filter compares them."""
+    return one is not None and one.casefold() == other.casefold()
+
+
 def lines(text: str) -> str:
     """Return ``text`` with each of its lines clean and at most 4,096 characters long.
 

@@ -48,7 +48,7 @@ def test_a_lease_is_listed_with_its_owner_gpu_and_end(here: Here) -> None:
 def test_leases_of_one_user_and_as_csv(here: Here) -> None:
     lease = take(here, "--purpose", '=1+1, "x"')
     [found] = here.json("leases", "--json", "--mine")["leases"]
-    for args in (("--mine",), ("--user", "me"), ("--user", found["owner"])):
+    for args in (("--mine",), ("--user", "me"), ("--user", found["owner"]), ("--user", found["owner"].upper())):
         assert here.run("leases", *args).stdout.splitlines()[1].split()[0] == lease
     assert here.json("leases", "--user", "nobody", "--json")["leases"] == []
     assert here.run("leases", "--user", "nobody").stdout == "no leases of nobody\n"

@@ -68,7 +68,7 @@ def test_lists_everybodys_processes_and_names_what_is_missing(nodes: Cluster, bu
     ]  # fmt: skip
     assert (found["schema"], found["unread"]) == (1, [])
     assert [one["pid"] for one in ps(nodes, "--json", "--user", "me")["processes"]] == [busy["alice"]]
-    bobs = ps(nodes, "--user", "bob").splitlines()
+    bobs = ps(nodes, "--user", "Bob").splitlines()
     assert [line.split()[:4] for line in bobs[1:3]] == [
         ["bob", "gpu01", "0", str(busy["bob"])], ["bob", "gpu02", "0", str(busy["other"])],
     ]  # fmt: skip

@@ -206,7 +206,7 @@ def test_filter_sort_user_and_free() -> None:
 
     assert indexes("--free") == ["0", "3"]
     assert indexes("--free", "--sort", "temp") == ["3", "0"]
-    assert indexes("--user", "bob") == ["3"]  # not bobby's
+    assert indexes("--user", "bob") == indexes("--user", "BOB") == ["3"]  # not bobby's
     assert indexes("--user", "bob", "--filter", "temp>20") == []
     assert indexes("--filter", "temp>20", "--sort", "gpu,desc") == ["11", "0"]
     assert indexes("--sort", "mem,desc")[:3] == ["11", "0", "3"]

@@ -20,7 +20,7 @@ from gpuboard.cli.stderr import report
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.errors import NoNodeReached
 from gpuboard.model.lease import Lease, LeaseList, gpus_text
-from gpuboard.model.text import clean
+from gpuboard.model.text import clean, same_user
 from gpuboard.model.units import format_duration
 
 NAME = "leases"
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     found = [
         one
         for one in held(scene)
-        if (one.mine or not mine) and (mine or args.user is None or one.lease.owner == args.user)
+        if (one.mine or not mine) and (mine or args.user is None or same_user(one.lease.owner, args.user))
     ]
     of_user = f"no leases of {clean(args.user, 64)}" if args.user else "no leases"
     if args.json or args.format == "json":

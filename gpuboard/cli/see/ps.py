@@ -31,7 +31,7 @@ from gpuboard.cluster.snapshot.processes import (
 )
 from gpuboard.errors import NoNodeReached
 from gpuboard.model.snapshot import Snapshot
-from gpuboard.model.text import clean
+from gpuboard.model.text import clean, same_user
 from gpuboard.model.units import compact_size, format_duration
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _measured(fleet: Fleet, first: Snapshot) -> Snapshot:
 
 
 def _is_of(process: Running, user: str, own_uid: int | None) -> bool:
-    return is_mine(process, own_uid) if user == ME else process.user == user
+    return is_mine(process, own_uid) if user == ME else same_user(process.user, user)
 
 
 def _places(missing: Sequence[str]) -> str:
