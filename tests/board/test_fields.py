@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import Input
+from textual.widgets import Button, Input, Static
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.dialogs.base import Dialog, Field
@@ -98,6 +98,19 @@ def _beside(app: BoardApp, dialog: Dialog[object]) -> str:
     notes = [note.region for note in dialog.query(".note")]
     drawn = (lines[y][note.x : note.right].strip() for note in notes for y in range(note.y, note.bottom))
     return " ".join(drawn)
+
+
+async def test_an_empty_field_is_wrong_only_once_it_is_left_or_submitted(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        for keys in (["down"], ["enter"], ["a", "backspace"]):
+            await pilot.press("x")
+            await settle(pilot, lambda: isinstance(app.screen, Dialog) and app.screen.query("#commit"))
+            note = app.screen.query_one("#note-command", Static)
+            assert str(note.render()) == "script with arguments"
+            assert app.screen.query_one("#commit", Button).disabled
+            await pilot.press(*keys)
+            assert str(note.render()) == "train.py or -m module"
+            await pilot.press("escape")
 
 
 async def test_the_label_of_the_field_with_the_focus_is_marked(tmp_path: Path) -> None:

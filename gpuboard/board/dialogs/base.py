@@ -221,6 +221,8 @@ class Dialog(Box[T]):
         self.fields = {field.key: field for field in fields}
         self.verb = verb
         self._busy = False
+        self._calm: set[str] = set()  # fields that were empty from the start and have not been left or filled in
+        self._focused = ""  # key of the field that had the focus last
         self._notes: dict[str, Text] = {}  # as drawn: an update lays out the whole dialog again
         self._message = Text()
 
@@ -240,7 +242,9 @@ class Dialog(Box[T]):
         yield Button(Content(self.verb), id="commit", variant="primary", compact=True)
 
     def on_mount(self) -> None:
-        """Check the defaults; the first field has the focus."""
+        """Check the defaults; the error of an empty field is shown once the user has left it."""
+        values = self.values
+        self._calm |= {key for key in self.wrong() if not values[key]}
         self.check()
 
     def on_resize(self, event: Resize) -> None:
@@ -251,9 +255,14 @@ class Dialog(Box[T]):
         self.query_one("#message").styles.max_height = max(1, min(_MESSAGE_MOST, room - min(fields, len(self.fields))))
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
-        """Mark the label of the field that has the focus."""
+        """Mark the label of the field that has the focus; the one that had it before is checked."""
         for row in self.query(".field"):
             row.set_class(event.widget in row.children, "-focused")
+        now = (event.widget.id or "").removeprefix("field-")
+        if now != self._focused and self._focused in self._calm:
+            self._calm.remove(self._focused)
+            self._checked()
+        self._focused = now
 
     @property
     def values(self) -> dict[str, str]:
@@ -310,6 +319,8 @@ class Dialog(Box[T]):
             return
         wrong = self.wrong()
         if wrong:
+            self._calm.clear()
+            self._checked()
             self.set_focus(self.query_one(f"#field-{next(iter(wrong))}", Widget))
         else:
             self.commit(self.values)
@@ -317,7 +328,7 @@ class Dialog(Box[T]):
     def _checked(self) -> None:
         wrong = self.wrong()
         for key, field in self.fields.items():
-            words = wrong.get(key, "")
+            words = "" if key in self._calm else wrong.get(key, "")
             style = self.board.look.style("bad" if words else "dim")
             text = Text(words or field.hint, style)
             if text.plain != (before := self._notes.get(key, Text())).plain or text.style != before.style:
@@ -331,8 +342,13 @@ class Dialog(Box[T]):
         self.changed()
 
     @on(Input.Changed)
+    def _typed(self, event: Input.Changed) -> None:
+        if event.value.strip():
+            self._calm.discard((event.input.id or "").removeprefix("field-"))
+        self.check()
+
     @on(Tick.Changed)
-    def _typed(self) -> None:
+    def _ticked(self) -> None:
         self.check()
 
     @on(Input.Submitted)
