@@ -51,7 +51,7 @@ def has_readings(gpu: GpuView) -> bool:
 
 
 def first_line(gpu: GpuView, ink: Ink, *, marked: bool) -> Parts:
-    """Return the letter with the mark, and the utilization; the last part of a wide cell is the gap after it.
+    """Return the letter with the mark, and the utilization after a gap; a wide cell ends with the gap after it.
 
     In MIG mode a single letter has the number of its free devices in place of the mark, unless that is needed.
     """
@@ -61,7 +61,8 @@ def first_line(gpu: GpuView, ink: Ink, *, marked: bool) -> Parts:
     free, total = units(gpu)
     if not ink.size.wide:
         return [sign[0], (str(min(free, 9)), state)] if gpu.mig and sign[1][0] == " " else sign
-    room = ink.size.width - 3
+    sign.append((" ", ""))
+    room = ink.size.width - 4
     if gpu.mig:
         words = f"{free}/{total} free"
         return [*sign, (fit(words if len(words) <= room else f"{free}/{total}", room), state), (" ", "")]
