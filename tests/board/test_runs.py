@@ -155,6 +155,7 @@ def test_a_failure_is_reported_with_its_evidence() -> None:
         ("Run rabc2345", "failed, exit code 137; ranks: 2 running", "bad"),
         ("Why", "rank 1 (gpu01:5) was killed by SIGKILL: out of memory", "bad"),
         ("", "cgroup: 1 kill", ""),
+        ("Target", "train.py --lr 3e-4", ""),
         ("Lease", "k3f9, ended", ""),
         ("Folder", "/state/runs/rabc2345", ""),
     ]

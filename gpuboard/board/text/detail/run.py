@@ -81,6 +81,7 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
     last = detail.words[-1] if detail and detail.words else ""
     if last and stop is None and not stalled and (entry.live or not shown) and last not in shown:
         lines.append(("Head", last, "dim"))
+    lines.append(("Target", clean(view.target, 600), ""))
     lines.append(("Lease", _lease(view.lease, scene, live=entry.live), ""))
     where = f"{clean(view.node)}:" if view.node is not None else ""
     lines.append(("Folder", where + clean(view.folder), ""))
