@@ -78,6 +78,7 @@ async def test_moving_through_a_recording(tmp_path: Path, day: Path, size: tuple
     async with replay(tmp_path, day, size) as (app, core, pilot):
         await lab.settle(pilot, shows(app, f"REPLAY {clock(0)}", "1x", "paused", "gpu02"))
         assert lab.screen(app).splitlines()[-1].split()[:6] == ["0", "Pause", "+", "Faster", "-", "Slower"]
+        assert not {"Reserve", "Launch"} & set(lab.screen(app).splitlines()[-1].split())  # they are refused
         await pilot.press("slash")
         await lab.settle(pilot, shows(app, "^p Palette"))
         assert "Faster" not in lab.screen(app)  # it would be typed

@@ -28,6 +28,11 @@ class ReplayApp(BoardApp):
         Binding("minus", "slower", "Slower", id="replay.slower"),
     ]
 
+    NOT_IN_FOOTER = frozenset({
+        "gpus.reserve", "gpus.launch", "gpus.signal", "leases.reserve", "leases.launch", "leases.release",
+        "leases.renew", "processes.signal", "runs.launch", "runs.stop",
+    })  # fmt: skip
+
     def __init__(self, core: ReplayCore, guard: Guard | None = None) -> None:
         super().__init__(core, guard)
         self._replay = core

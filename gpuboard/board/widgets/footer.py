@@ -5,7 +5,7 @@ textual's own footer has a widget per key, which takes a fifth of the start-up t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from rich.segment import Segment
 from rich.style import Style
@@ -16,6 +16,9 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from gpuboard.board.text.cells import width
+
+if TYPE_CHECKING:
+    from gpuboard.board.app import BoardApp
 
 _HELP = "app.help"
 _REPLAY = "replay."  # the app's keys come after the screen's, where on most terminals there is no room
@@ -67,12 +70,13 @@ class Footer(Widget):
         """Place the keys that fit, the way back first, and help at the right edge."""
         shown: dict[str, tuple[str, str, str, bool]] = {}  # by action; only the first of several keys is shown
         help_entry: tuple[str, str, str, bool] | None = None
+        hidden = cast("BoardApp", self.app).NOT_IN_FOOTER
         bindings = [(binding, enabled) for _, binding, enabled, _ in self.screen.active_bindings.values()]
         for binding, enabled in sorted(bindings, key=lambda one: _rank(one[0])):
             entry = (self.app.get_key_display(binding), binding.description, binding.key, enabled)
             if binding.id == _HELP:
                 help_entry = help_entry or entry
-            elif binding.show:
+            elif binding.show and binding.id not in hidden:
                 shown.setdefault(binding.action, entry)
         room = self.size.width
         entries: list[FooterEntry] = []
