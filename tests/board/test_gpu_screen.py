@@ -24,6 +24,7 @@ from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Pane
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
+from gpuboard.model.gpu import Sensors
 from gpuboard.model.snapshot import ProcessView, XidView
 from tests import nvml
 from tests.board.lab import board, claims_folder, environment, make_core, screen, settle
@@ -104,6 +105,23 @@ async def test_the_span_of_graphs_is_changed_and_kept(tmp_path: Path, size: tupl
         await settle(pilot, lambda: isinstance(app.screen, NodeScreen))
         assert isinstance(app.screen, NodeScreen)
         assert app.screen.span.name == "24 h" == app.preferences.span
+
+
+async def test_activity_and_throughput_have_graphs_on_a_high_screen(tmp_path: Path) -> None:
+    read = Sensors(sm_activity=85, tensor_activity=61, pcie_sent=10**9, pcie_received=4 * 10**9)
+    shown = scene(node("gpu1", [gpu("gpu1", 0), busy("gpu1", 1, sensors=read, pcie_generation=5, pcie_width=16)]))
+    async with opened(tmp_path, shown, (120, 24)) as (app, pilot):
+        app.core.history.add(shown.snapshot, 1e9)
+        await settle(pilot, lambda: "of 63 GB/s each way" in screen(app))  # a meter
+        await pilot.resize_terminal(120, 60)
+        await settle(pilot, lambda: "SM activity  85 %" in screen(app))
+        lines = screen(app).splitlines()
+        assert "each way" not in screen(app)
+        [activity] = [" ".join(line.split()) for line in lines if line.startswith(" SM activity")]
+        assert activity == "SM activity 85 % mean 85 peak 85 Tensor cores 61 % mean 61 peak 61"
+        assert any(line.startswith(" PCIe         in 4.0 GB/s, out 1.0 GB/s of 63 GB/s") for line in lines)
+        await pilot.press("t")
+        await settle(pilot, lambda: "Over 5 minutes only: SM activity, Tensor cores, PCIe" in screen(app))
 
 
 async def test_the_last_day_is_shown_after_a_restart(tmp_path: Path) -> None:

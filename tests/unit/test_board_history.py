@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuboard.board.history import DAY, FIVE_MINUTES, HOUR, SPAN_S, Cluster, History, HostSamples, Samples
+from gpuboard.model.gpu import Sensors
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 from tests.board.made import GIB, crowd, gpu, mig, node
 
@@ -31,6 +32,30 @@ def test_samples_come_back_oldest_first() -> None:
     assert history.utilization("GPU-n-0", 2) == (10, 20)
     assert history.utilization("GPU-n-0", 5) == (None, None, 0, 10, 20)
     assert (history.of("GPU-x"), history.utilization("GPU-x", 2)) == (Samples(), (None, None))
+
+
+def test_activity_is_kept_for_all_of_few_gpus_and_of_many_for_those_on_show() -> None:
+    few, many = History(), History()
+    many.activity.watch("GPU-gpu0001-3")
+    for second in range(400):
+        read = Sensors(sm_activity=second % 100)
+        stale = node("m", [gpu("m", 0, sensors=read)], state="stale")
+        assert few.add(shot(node("n", [one(sensors=read), gpu("n", 1)]), stale), 1000.0 + second)
+    big = crowd(20).snapshot
+    assert many.add(big, 1000.0)
+    past = few.activity.of("GPU-n-0")
+    assert (len(past), past[0], past[-1]) == (
+        300, (1100.0, Sensors(sm_activity=0)), (1399.0, Sensors(sm_activity=99))
+    )  # fmt: skip
+    assert few.activity.of("GPU-n-1") == ()  # reports nothing
+    assert {read for _, read in few.activity.of("GPU-m-0")} == {None}  # not current
+    assert many.activity.of("GPU-gpu0001-3") == ((1000.0, None),)
+    assert many.activity.of("GPU-gpu0001-4") == ()
+    for number in range(64):
+        many.activity.watch(f"GPU-x-{number}")
+    assert many.activity.of("GPU-gpu0001-3") == ()  # the one shown longest ago makes room
+    few.add(shot(node("n", [one(sensors=Sensors(sm_activity=7))])), 1200.0)  # the clock was set back
+    assert few.activity.of("GPU-n-0")[-1] == (1200.0, Sensors(sm_activity=7))
 
 
 def test_unknown_stays_unknown() -> None:

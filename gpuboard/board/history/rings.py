@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+from gpuboard.board.history.activity import Activity
 from gpuboard.board.history.bins import slices
 from gpuboard.board.history.records import (
     DECODE,
@@ -81,6 +82,7 @@ class History:
     """The past of all GPUs. Threads may add and load; others may read meanwhile."""
 
     def __init__(self) -> None:
+        self.activity = Activity(SPAN_S)
         self._lock = threading.Lock()
         self._past = Past(((),) * len(SPANS), {})  # replaced as a whole: readers need no lock
         self._totals: dict[int, tuple[HistoryRecord, _Total]] = {}  # by the id of a record, which is kept with it
@@ -100,7 +102,10 @@ class History:
         ``now``: epoch seconds. After the clock was set back, everything later than now is dropped.
         """
         with self._lock:
-            return self._add(snapshot, now)
+            taken = self._add(snapshot, now)
+        if taken:
+            self.activity.add(snapshot.nodes, now)
+        return taken
 
     def load(self, kept: Past, now: float) -> None:
         """Add a past from a file; where both know a bucket of a GPU, the higher values count."""

@@ -13,11 +13,11 @@ from textual.containers import Container, VerticalScroll
 from gpuboard.board.arrange import age_of, natural_nodes
 from gpuboard.board.dialogs.signal import running, signal_these
 from gpuboard.board.gpu_actions import ActingScreen, GraphScreen
-from gpuboard.board.history import History, is_current
+from gpuboard.board.history import FIVE_MINUTES, History, is_current
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.board.text.detail.graphs import GraphFrame
-from gpuboard.board.text.detail.sensors import sensor_lines
+from gpuboard.board.text.detail.sensors import activity_graphs, sensor_lines
 from gpuboard.board.text.lines import Runs, above, named, title
 from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_key, process_rows, with_values
 from gpuboard.board.theme.styles import Glyphs
@@ -27,6 +27,7 @@ from gpuboard.board.widgets.pane import Pane
 from gpuboard.model.units import format_duration
 
 _PLOT_LINES, _PLOT_LINES_MOST = 3, 10
+_FURTHER_FROM = 46  # lines of the screen from which there are graphs of activity and throughput
 _REST = 34  # lines of the screen besides the graphs, seldom more
 _PANEL_PLOT_LINES = (2, 6)  # at least, at most
 _PANEL_REST = 26  # lines that the panel needs besides, seldom more
@@ -191,16 +192,25 @@ class GpuScreen(GraphScreen, ActingScreen):
         span, glyphs = self.span, self.board.look.glyphs
         self.board.core.look(place.node.name, self.uuid)
         samples = self.board.core.history.of(self.uuid, span)
-        height = max(_PLOT_LINES, min(_PLOT_LINES_MOST, (self.size.height - _REST) // 2))
+        self.board.core.history.activity.watch(self.uuid)
+        roomy = self.size.height >= _FURTHER_FROM
+        further = activity_graphs(values.gpu, self.board.core.history.activity.of(self.uuid)) if roomy else []
+        only = [one.name for one in further if span != FIVE_MINUTES]
+        further = further if span == FIVE_MINUTES else []
+        rows = (4 + len(further) + 1) // 2
+        height = max(_PLOT_LINES, min(_PLOT_LINES_MOST, (self.size.height - _REST) // rows))
         self.query_one("#head", Pane).show(
             lambda width: [
                 *gpu_lines.head(place, scene, width),
                 gpu_lines.age_line(place.node, place.gpu),
-                *sensor_lines(values.gpu, glyphs, width, old=old),
+                *sensor_lines(values.gpu, glyphs, width, old=old, throughput=not further),
             ]
         )
         self.query_one("#readings", Pane).show(
-            lambda width: gpu_lines.readings(values.gpu, samples, GraphFrame(width, height, glyphs, old, span))
+            lambda width: [
+                *gpu_lines.readings(values.gpu, samples, GraphFrame(width, height, glyphs, old, span), further),
+                *([[(f"Over 5 minutes only: {', '.join(only)}", "dim")]] if only else []),
+            ]
         )
         self.query_one("#processes", Grid).set_columns(with_values(PROCESS_COLUMNS, values.gpu.processes or ()))
         self._show_processes(process_rows(values, dim=old), no_processes(values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from gpuboard.board.arrange import age_of
@@ -80,8 +81,8 @@ def age_line(node: NodeView, gpu: GpuView) -> Runs:
     ]
 
 
-def readings(gpu: GpuView, samples: Samples, frame: GraphFrame) -> list[Runs]:
-    """Return the four readings with their graphs over the span of ``frame``."""
+def readings(gpu: GpuView, samples: Samples, frame: GraphFrame, further: Sequence[Graph] = ()) -> list[Runs]:
+    """Return the four readings with their graphs over the span of ``frame``, and ``further`` ones below them."""
     total = gpu.memory_total or 0
     total_gib = total / 2**30
     limit = "?" if gpu.power_limit is None else f"{gpu.power_limit:.0f}"
@@ -108,7 +109,7 @@ def readings(gpu: GpuView, samples: Samples, frame: GraphFrame) -> list[Runs]:
             "Temperature", _unit(gpu.temperature, "°C"), times, samples.temperature, 100.0, role, RED_HOT, RED_HOT + 5
         ),
     ]
-    return graphs(shown, frame)
+    return graphs([*shown, *further], frame)
 
 
 def _watts(value: float) -> str:

@@ -27,8 +27,8 @@ def host_graphs(node: NodeView, samples: HostSamples, frame: GraphFrame) -> list
             [None if part is None else part * total_gib for part in samples.memory],
             total_gib or 1.0,
         ),
-        "Load": (node.load1, f"{node.load1 or 0:.2f}", samples.load, _scale(samples.load)),
-        "Network": (node.net_received, network_words(node), network, _scale(network)),
+        "Load": (node.load1, f"{node.load1 or 0:.2f}", samples.load, scale(samples.load)),
+        "Network": (node.net_received, network_words(node), network, scale(network)),
     }
     found, missing = [], []
     for name, (now, words, values, high) in shown.items():
@@ -70,7 +70,7 @@ def _cpu(node: NodeView) -> str:
     return f"{node.cpu_percent or 0:.0f} %"
 
 
-def _scale(values: Iterable[float | None]) -> float:
+def scale(values: Iterable[float | None]) -> float:
     """Return a round number that no value exceeds: the scale of a graph seldom changes."""
     most = max((value for value in values if value is not None), default=0.0)
     return float(next((scale for scale in _SCALES if scale >= most), most))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpuboard.board.text.detail.host import rate
+from gpuboard.board.history.activity import Past
+from gpuboard.board.text.detail.graphs import Graph
+from gpuboard.board.text.detail.host import rate, scale
+from gpuboard.board.text.format import UNKNOWN
 from gpuboard.board.text.lines import NAME, Runs, named
 from gpuboard.board.text.plots import meter
 from gpuboard.board.theme.styles import Glyphs
@@ -12,14 +15,41 @@ from gpuboard.model.gpu import Sensors
 from gpuboard.model.snapshot import GpuView
 
 _BAR = 8
+_GB = 1e9
 _RATE = 9  # cells of the longest rate, "1010 MB/s"
 _LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # bytes/s of a PCIe lane, by generation
 
 
-def sensor_lines(gpu: GpuView, glyphs: Glyphs, width: int, *, old: bool = False) -> list[Runs]:
+def activity_graphs(gpu: GpuView, past: Past) -> list[Graph]:
+    """Return the graphs of what a GPU reports: activity of SMs and tensor cores, PCIe and NVLink throughput."""
+    read, times = gpu.sensors or Sensors(), [at for at, _ in past]
+    found = []
+    for name, key in (("SM activity", "sm_activity"), ("Tensor cores", "tensor_activity")):
+        now, values = getattr(read, key), [None if one is None else getattr(one, key) for _, one in past]
+        if now is not None or any(value is not None for value in values):
+            found.append(Graph(name, f"{UNKNOWN if now is None else now} %", times, values, 100.0, gpu.state))
+    for name, link, most in (("PCIe", "pcie", pcie_most(gpu)), ("NVLink", "nvlink", read.nvlink_max)):
+        both, pairs = _both(read, link), [None if one is None else _both(one, link) for _, one in past]
+        if both is None and not any(pairs):
+            continue
+        values = [None if pair is None else max(pair) / _GB for pair in pairs]
+        words = UNKNOWN if both is None else f"in {rate(both[1])}, out {rate(both[0])}"
+        words += f" of {rate(most)}" if most else ""
+        high = most / _GB if most else scale(values) or 1.0
+        found.append(Graph(name, words, times, values, high, gpu.state, words=lambda value: rate(value * _GB)))
+    return found
+
+
+def _both(read: Sensors, link: str) -> tuple[int, int] | None:
+    """Return what is sent and received over a kind of link, in bytes per second."""
+    sent, received = getattr(read, f"{link}_sent"), getattr(read, f"{link}_received")
+    return None if sent is None or received is None else (sent, received)
+
+
+def sensor_lines(gpu: GpuView, glyphs: Glyphs, width: int, *, old: bool = False, throughput: bool = True) -> list[Runs]:
     """Return clocks, fan, engines, activity and throughput; in one line what the driver does not report.
 
-    ``old``: the values are not current.
+    ``old``: the values are not current. ``throughput`` False: it is in the graphs.
     """
     read = gpu.sensors or Sensors()
     clock = f"{read.sm_clock} of {read.sm_clock_max}" if read.sm_clock_max is not None else str(read.sm_clock)
@@ -42,7 +72,7 @@ def sensor_lines(gpu: GpuView, glyphs: Glyphs, width: int, *, old: bool = False)
     missing = [name for name, words in values.items() if words is None]
     missing += [name for name, lines in measured.items() if not lines and (name != "NVLink throughput" or gpu.links)]
     lines = named("Sensors", ", ".join(known), "", width) if known else []
-    lines += [line for some in measured.values() for line in some]
+    lines += [line for name, some in measured.items() for line in some if throughput or name == "activity"]
     if old:
         lines = [[(text, "dim") for text, _ in line] for line in lines]
     return lines + (named("Not reported", ", ".join(missing), "dim", width) if missing else [])
