@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from textual.pilot import Pilot
 
@@ -73,6 +74,22 @@ async def test_activity_is_beside_utilization_where_there_is_room_and_a_gpu_repo
         assert " 60.0/80 90% 85% 61% " in rows[1]
         assert " 0.0/80 ? ? ? " in rows[2]
         assert rows[3] == "MIG F free - ────────── 0.0/40 - - - - - - 3g.40gb made free"
+
+
+async def test_its_processes_are_below_the_gpus_where_there_is_room(tmp_path: Path) -> None:
+    async with opened(tmp_path, "gpu2", (120, 34)) as (app, pilot):
+        assert "python train.py" not in screen(app)
+        await pilot.resize_terminal(120, 60)
+        await settle(pilot, lambda: "python train.py" in screen(app))
+        lines = screen(app).splitlines()
+        [titles] = [number for number, line in enumerate(lines) if line.startswith(" GPU User")]
+        assert lines[titles + 1].split()[:4] == ["0", "bob", "4000", "60G"]
+        idle = [gpu("gpu2", 0), gpu("gpu2", 1), mig("gpu2", 2, "free", "busy")]
+        await next_scene(app, pilot, scene(msgspec.structs.replace(lab().snapshot.nodes[0], gpus=idle)))
+        assert "no process on these GPUs" in screen(app)
+        assert screen(app).splitlines()[titles].startswith(" GPU User")  # nothing moves
+        await pilot.resize_terminal(80, 24)
+        await settle(pilot, lambda: "Memory" in screen(app) and "GPU User" not in screen(app))
 
 
 async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:

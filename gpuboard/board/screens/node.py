@@ -13,17 +13,19 @@ from textual.binding import Binding, BindingType
 from gpuboard.board.arrange import activity, natural_nodes, users_of
 from gpuboard.board.gpu_actions import ActingScreen, GraphScreen
 from gpuboard.board.history import History, Span
-from gpuboard.board.scene import Scene
+from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail.graphs import GraphFrame
 from gpuboard.board.text.detail.host import host_graphs, network_words
 from gpuboard.board.text.format import UNKNOWN, age, percent, reason_beside, short_model
 from gpuboard.board.text.gpu_row import degrees, device_owner, device_state, known, owner, state_runs
 from gpuboard.board.text.lines import NAME, Runs, above, named
 from gpuboard.board.text.plots import bins, curve, meter, per_cell
+from gpuboard.board.text.single_node import TITLES, no_process, process_columns, process_rows
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.board.widgets.footer import Footer
-from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
+from gpuboard.board.widgets.grid import HEADER, Cell, Column, Grid, Row
 from gpuboard.board.widgets.pane import Pane
+from gpuboard.board.widgets.single_node import ProcessGrid
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, shown_flags
 from gpuboard.model.units import format_size
 
@@ -33,6 +35,7 @@ _BAR = 10
 _TRACE, _TRACE_FROM = 16, 140  # cells of a GPU's utilization over time, and of a screen that has room for it
 _ACTIVITY_FROM = 160  # cells of a screen that has room for the activity of SMs and tensor cores
 _GRAPH_LINES, _GRAPH_LINES_MOST = 3, 8
+_GPU_LINES, _PROCESSES_FROM = 3, 5  # lines: of GPUs at least, and those that must be free for processes
 _REST = 17  # lines of the screen besides graphs and GPUs, seldom more
 
 
@@ -193,6 +196,7 @@ class NodeScreen(GraphScreen, ActingScreen):
     NodeScreen #node { padding: 0 1; margin-bottom: 1; max-height: 60%; }
     NodeScreen #host { padding: 0 1; margin-bottom: 1; }
     NodeScreen #gpus { padding: 0 1; min-height: 4; }
+    NodeScreen #processes { padding: 0 1; margin-top: 1; height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "Back", id="node.back"),
@@ -209,6 +213,7 @@ class NodeScreen(GraphScreen, ActingScreen):
         yield Pane(id="node")
         yield Pane(id="host")
         yield Grid(gpu_columns(None), id="gpus")
+        yield ProcessGrid(TITLES, id="processes")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -221,7 +226,8 @@ class NodeScreen(GraphScreen, ActingScreen):
             return
         glyphs = self.board.look.glyphs
         history, span = self.board.core.history, self.span
-        height = min(_GRAPH_LINES_MOST, (self.size.height - _REST - len(node.gpus)) // 2)
+        rows = sum(1 + len(gpu.mig) for gpu in node.gpus)
+        height = min(_GRAPH_LINES_MOST, (self.size.height - _REST - rows) // 2)
         host = self.query_one("#host", Pane)
         host.display = height >= _GRAPH_LINES and node.age_s is not None
         self.query_one("#node", Pane).show(
@@ -244,6 +250,21 @@ class NodeScreen(GraphScreen, ActingScreen):
         grid.set_columns(gpu_columns(span if wide else None, active=active))
         trace = partial(_trace, history, span, glyphs) if wide else None
         grid.set_rows([row for gpu in node.gpus for row in gpu_rows(node, gpu, scene, glyphs, trace, active=active)])
+
+        self._show_processes(node, rows, self.size.height - _REST - rows - 2 * height * host.display)
+
+    def _show_processes(self, node: NodeView, rows: int, room: int) -> None:
+        """Show the node's processes below its GPUs where there are ``room`` lines for them."""
+        grid, processes = self.query_one("#gpus", Grid), self.query_one("#processes", ProcessGrid)
+        processes.display = bool(rows) and room >= _PROCESSES_FROM
+        wanted = f"{HEADER + max(rows, _GPU_LINES)}" if processes.display else "1fr"
+        if str(grid.styles.height) != wanted:
+            grid.styles.height = wanted
+        if processes.display:
+            places = [Place(node, gpu) for gpu in node.gpus]
+            processes.set_empty(no_process(places))
+            processes.set_columns(process_columns(places))
+            processes.set_rows(process_rows(places))
 
     @on(Grid.Chosen, "#gpus")
     def open_gpu(self, event: Grid.Chosen) -> None:
