@@ -113,6 +113,16 @@ async def test_an_empty_field_is_wrong_only_once_it_is_left_or_submitted(tmp_pat
             await pilot.press("escape")
 
 
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_field_keeps_its_width_with_the_focus(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with board(make_core(tmp_path), size) as (app, pilot):
+        await pilot.press("x")
+        await settle(pilot, lambda: isinstance(app.screen, Dialog) and app.screen.query("#commit"))
+        for _ in range(2):
+            assert len({field.region.width for field in app.screen.query(Input)}) == 1
+            await pilot.press("down")
+
+
 async def test_the_label_of_the_field_with_the_focus_is_marked(tmp_path: Path) -> None:
     async with board(make_core(tmp_path)) as (app, pilot):
         await pilot.press("r")

@@ -198,9 +198,10 @@ class Dialog(Box[T]):
     Dialog .field Label { width: 13; }
     Dialog .field.-focused Label { text-style: bold; }
     Dialog .field Input, Dialog .field Input:focus {
-        width: 28; height: 1; padding: 0; background: $foreground 12%; background-tint: transparent;
+        height: 1; padding: 0; background: $foreground 12%; background-tint: transparent;
         border: none; border-left: vkey $foreground 40%; border-right: vkey $foreground 40%;
     }
+    Dialog .field Input { width: 28; }
     Dialog .field Input:focus { background: $foreground 22%; border-left: vkey $primary; border-right: vkey $primary; }
     Dialog .field Input > .input--placeholder { text-style: dim italic; }
     Dialog.-ascii .field Input, Dialog.-ascii .field Input:focus {
