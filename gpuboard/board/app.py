@@ -101,6 +101,7 @@ class BoardApp(CrashHookApp):
     DEFAULT_CSS = """
     App.-ascii { Toast { border-left: ascii $primary; } Input { border: none; } Button { border: none; } }
     CommandPalette > Vertical { margin-top: 1; }
+    CommandPalette SearchIcon { color: $foreground; }
     """
 
     def __init__(self, core: Core, guard: Guard | None = None) -> None:
