@@ -230,7 +230,7 @@ async def test_the_plain_theme_takes_all_colour_away_when_it_is_chosen(tmp_path:
         assert any(s.style and s.style.color for s in _segments(app))
         app.use_theme("plain")
         await settle(pilot, lambda: not any(s.style and s.style.color for s in _segments(app)))
-        assert re.search(r"sim01 +up +F ─+ +0% B .*F ─+ +0% F ─", screen(app))
+        assert re.search(r"sim01 +up +F +─+ +0% B .*F +─+ +0% F +─", screen(app))
 
 
 def _segments(app: BoardApp) -> list[Segment]:
