@@ -29,9 +29,7 @@ def test_samples_come_back_oldest_first() -> None:
     assert history.of("GPU-n-0") == Samples(
         (100.0, 101.0, 102.0), (0, 10, 20), (0.0, 0.248, 0.5), (30, 31, 32), (71, 71, 71), (0, 10, 20)
     )
-    assert history.utilization("GPU-n-0", 2) == (10, 20)
-    assert history.utilization("GPU-n-0", 5) == (None, None, 0, 10, 20)
-    assert (history.of("GPU-x"), history.utilization("GPU-x", 2)) == (Samples(), (None, None))
+    assert history.of("GPU-x") == Samples()
 
 
 def test_activity_is_kept_for_all_of_few_gpus_and_of_many_for_those_on_show() -> None:
@@ -239,7 +237,6 @@ def test_what_went_in_comes_out(values: list[int | None], start: int) -> None:
     for second, value in enumerate(values):
         history.add(shot(node("n", [one(utilization=value)])), float(start + second))
     assert history.of("GPU-n-0").utilization == tuple(values)
-    assert history.utilization("GPU-n-0", len(values)) == tuple(values)
 
 
 def test_means_are_of_several_gpus_in_bins_that_shift() -> None:

@@ -6,18 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.text.plots import bins, curve, meter, per_cell, plot, plotted, spark, time_axis
+from gpuboard.board.text.plots import bins, curve, meter, per_cell, plot, plotted, time_axis
 from gpuboard.board.theme.styles import ASCII, UNICODE, Glyphs
 
 GLYPHS = pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 values = st.lists(st.one_of(st.none(), st.floats(-50, 150)), max_size=60)
-
-
-def test_a_spark_line_ends_with_the_newest_and_gaps_are_blank() -> None:
-    assert spark([100, None, 0, 50, 100], 7, UNICODE) == "  █ ▁▅█"
-    assert spark([100, None, 0, 50, 100], 3, UNICODE) == "▁▅█"
-    assert spark([100, None, 0, 50, 100], 7, ASCII) == "  @ .+@"
-    assert spark([], 3, UNICODE) == "   "
 
 
 def test_a_meter_has_a_track_to_its_end() -> None:
@@ -99,15 +92,6 @@ def test_what_was_drawn_once_only_moves(samples: list[tuple[float, float]], coun
     before, after = bins(times[:-1], values[:-1], 5.0, count), bins(times, values, 5.0, count)
     moved = int(times[-1] // 5.0) - int(times[-2] // 5.0)
     assert after[: count - 1 - moved] == before[moved : count - 1]  # all but the newest bin, which is not over
-
-
-@GLYPHS
-@given(values=values, cells=st.integers(0, 40))
-def test_spark_lines_have_their_width(glyphs: Glyphs, values: list[float | None], cells: int) -> None:
-    line = spark(values, cells, glyphs)
-    assert len(line) == cells
-    newest = [None] * (cells - len(values)) + (values[-cells:] if cells else [])
-    assert [mark == " " for mark in line] == [value is None for value in newest]
 
 
 @GLYPHS

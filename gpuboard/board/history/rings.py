@@ -153,16 +153,6 @@ class History:
         times = tuple([record.at for record in [*records, *last]])
         return times, [decoded(records, plane, number, host=host) + decoded(last, plane, host=host) for plane in _SHOWN]
 
-    def utilization(self, uuid: str, count: int) -> tuple[int | None, ...]:
-        """Return the newest ``count`` samples of a GPU's utilization, oldest first; None where there is no sample."""
-        records, columns = self._past
-        number = columns.get(uuid)
-        if number is None:
-            return (None,) * count
-        codes = [record.planes[UTILIZATION][number : number + 1] for record in records[0][-count:]]
-        found = [code[0] - 1 if code > b"\0" else None for code in codes]
-        return (None,) * (count - len(found)) + tuple(found)
-
     def means(self, uuids: Sequence[str], bins: int) -> list[float | None]:
         """Return the mean utilization of GPUs over the last minutes, oldest first; None where there is no sample.
 

@@ -1,4 +1,4 @@
-"""Spark lines, meters and small plots as text (pure). Unknown is a gap in a line, and blank in a meter."""
+"""Curves, meters and small plots as text (pure). Unknown is a gap in a line, and blank in a meter."""
 
 from __future__ import annotations
 
@@ -30,14 +30,6 @@ def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> li
 
 
 _slices = lru_cache(maxsize=64)(slices)  # the same for all graphs of a GPU
-
-
-def spark(values: Values, cells: int, glyphs: Glyphs) -> str:
-    """Return the newest ``cells`` values as one line, the newest at its right; 0 is a low mark, a gap is blank."""
-    newest = values[-cells:] if cells > 0 else ()
-    top = len(glyphs.spark) - 1
-    marks = [" " if value is None else glyphs.spark[1 + _level(value, 0.0, 100.0, top - 1)] for value in newest]
-    return "".join(marks).rjust(cells)
 
 
 def meter(part: float | None, cells: int, glyphs: Glyphs) -> tuple[str, str]:

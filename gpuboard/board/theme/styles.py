@@ -16,9 +16,8 @@ ROLES = ("dim", "title", "cursor", "marked", "good", "warn", "bad", "mine", "gro
 
 
 class Glyphs(msgspec.Struct, frozen=True):
-    """Characters for bars, spark lines and trees."""
+    """Characters for bars and trees."""
 
-    spark: str  # from empty to full
     block: str  # a full cell
     meter: str  # a full cell, a half one, and the track of an empty one
     line: str  # horizontal, of rulers and time lines
@@ -33,8 +32,8 @@ class Glyphs(msgspec.Struct, frozen=True):
         return self.line.isascii()
 
 
-UNICODE = Glyphs(spark=" ▁▂▃▄▅▆▇█", block="█", meter="━╸─", line="─", ellipsis="…", marked="●", up="▲", down="▼")
-ASCII = Glyphs(spark=" .:-=+*#@", block="#", meter="=-.", line="-", ellipsis="~", marked="*", up="^", down="v")
+UNICODE = Glyphs(block="█", meter="━╸─", line="─", ellipsis="…", marked="●", up="▲", down="▼")
+ASCII = Glyphs(block="#", meter="=-.", line="-", ellipsis="~", marked="*", up="^", down="v")
 
 
 class Look(msgspec.Struct, frozen=True):

@@ -23,19 +23,19 @@ from gpuboard.board.text.gpu_row import (
     with_devices,
 )
 from gpuboard.board.text.picture import group_words, trouble_role
-from gpuboard.board.text.plots import meter, spark
+from gpuboard.board.text.plots import curve, meter, per_cell
 from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.model.snapshot import NodeView
 
-Utilization = Callable[[str, int], Sequence[int | None]]  # a GPU's newest samples, as History.utilization
+Means = Callable[[Sequence[str], int], Sequence[float | None]]  # of utilization in the last minutes, as History.means
 
 
 class GpuTable(Grid):
     """GPUs in rows. Keys are UUIDs, also of MIG devices, and ``node:NAME`` of nodes without known GPUs."""
 
-    def __init__(self, utilization: Utilization, *, id: str | None = None) -> None:
+    def __init__(self, means: Means, *, id: str | None = None) -> None:
         super().__init__((), marks=True, id=id)
-        self._utilization = utilization
+        self._means = means
         self._scene: Scene | None = None
         self._items: Sequence[Item] = ()
         self._chosen: tuple[ColumnChoice, ...] = ()
@@ -112,7 +112,9 @@ class GpuTable(Grid):
             case "sm" | "tensor":
                 return known(percent(activity(gpu, key)))
             case "spark":
-                return Cell(spark(self._utilization(gpu.uuid, SPARK), SPARK, self._look.glyphs), "dim")
+                glyphs = self._look.glyphs
+                values = self._means((gpu.uuid,), SPARK * per_cell(glyphs))
+                return Cell(curve(values, 1, glyphs, 0.0, 100.0)[0], "dim" if gpu.state == "free" else gpu.state)
             case "power":
                 return known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W")
             case "temperature":
