@@ -10,7 +10,7 @@ from textual.events import Key
 from textual.pilot import Pilot
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.dialogs.base import Confirm
+from gpuboard.board.dialogs.base import Box, Confirm
 from gpuboard.board.screens.watches import WatchDialog
 from gpuboard.errors import GpuboardError
 from tests.board.lab import board, make_core, settle
@@ -34,6 +34,15 @@ async def test_enter_twice_closes_the_dialog_alone_and_answers_once(tmp_path: Pa
         await at_once(pilot, "enter", "enter", "enter")
         await settle(pilot, lambda: stack(app) == ["ClusterScreen", "WatchesScreen"])
         assert len(app.watches.all) == 1
+
+
+@pytest.mark.parametrize("key", ["x", "y"])  # with a field, with a list
+async def test_ctrl_c_closes_a_dialog(tmp_path: Path, key: str) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        await pilot.press(key)
+        await settle(pilot, lambda: isinstance(app.screen, Box) and app.focused)
+        await pilot.press("ctrl+c")
+        await settle(pilot, lambda: stack(app) == ["ClusterScreen"])
 
 
 async def test_a_button_pressed_twice_answers_once(tmp_path: Path) -> None:

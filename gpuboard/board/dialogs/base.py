@@ -130,6 +130,7 @@ class Box(ModalScreen[T]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "cancel", "Cancel", id="dialog.cancel"),
+        Binding("ctrl+c", "cancel", "Cancel", id="dialog.interrupt", show=False),  # the app's is not reached from here
         Binding("right", "app.focus_next", "Next", id="dialog.right", show=False),
         Binding("left", "app.focus_previous", "Previous", id="dialog.left", show=False),
         Binding("down", "app.focus_next", "Next field", id="dialog.next", show=False),
