@@ -95,7 +95,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runs: RunsSettings = RunsSettings()
     users: dict[str, str] = {}  # a node's name of a user -> the name to show
     theme: str = "auto"  # of the board; "auto": the last one chosen, else one that suits the terminal
-    glyphs: str = "auto"  # "auto": Unicode where the locale is UTF-8, else ASCII
+    glyphs: str = "auto"  # "auto": Unicode where locale and terminal have it, else ASCII
     keys: dict[str, dict[str, str | list[str]]] = {}  # the board's: screen -> action -> key or keys
 
     def interval_s(self, nodes: int) -> float:

@@ -14,6 +14,7 @@ from textual.color import Color
 from textual.command import CommandPalette
 
 from gpuboard.board.app import BoardApp
+from gpuboard.board.terminal.guard import is_utf8
 from gpuboard.board.theme import themes
 from gpuboard.board.theme.styles import ROLES, THEMED, UNICODE
 from gpuboard.board.theme.themes import BoardTheme
@@ -46,6 +47,12 @@ def contrast(one: Color, other: Color) -> float:
 
 def test_ours_have_every_state_and_role() -> None:
     assert {name: set(theme.styles) for name, theme in ours().items()} == {key: {*THEMED, *ROLES} for key in ALL}
+
+
+def test_the_linux_console_has_ascii_only() -> None:
+    utf8 = {"LANG": "de_DE.UTF-8"}
+    found = [is_utf8({**utf8, "TERM": term}) for term in ("xterm", "screen", "linux")]
+    assert (found, is_utf8({"LC_ALL": "C", "TERM": "xterm"})) == ([True, True, False], False)
 
 
 @pytest.mark.parametrize("name", COLOURED)

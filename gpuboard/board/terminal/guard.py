@@ -38,8 +38,11 @@ def cannot_draw(env: Mapping[str, str]) -> str | None:
 def is_utf8(env: Mapping[str, str]) -> bool:
     """Return whether the locale is UTF-8: LC_ALL, else LC_CTYPE, else LANG; without any of them ASCII.
 
+    Also ASCII on the Linux console, whose fonts of 512 characters have no braille and no thin bars.
     An LC_CTYPE of C.UTF-8 that Python has set itself (PEP 538) does not count: it is not from the terminal.
     """
+    if env.get("TERM") == "linux":
+        return False
     for name in ("LC_ALL", "LC_CTYPE", "LANG"):
         value = env.get(name)
         if value and not (name == "LC_CTYPE" and value == "C.UTF-8" and _coerced()):
