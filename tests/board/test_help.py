@@ -67,6 +67,9 @@ async def test_help_scrolls_by_keys_and_wheel_and_uses_the_width(tmp_path: Path)
         await pilot.press("home")
         # titles side by side
         await settle(pilot, lambda: any(re.match(r" Cluster {9,}\S", line) for line in screen(app).splitlines()))
+        assert "picture.mark-right " in screen(app)  # whole
+        await pilot.resize_terminal(120, 40)
+        await settle(pilot, lambda: "picture.mark-right " in screen(app))
         await pilot.press("q")
         await settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
         assert app.is_running

@@ -68,7 +68,7 @@ MOUSE_WORDS = (
     ("click on a count", "only these GPUs; again: all"),
 )
 _COLUMN = 58  # cells of one column of the screen
-_KEYS = 16  # cells for the keys
+_KEYS, _SIGNS = 13, 16  # cells for the keys, and for a letter or mark with its name
 _WORDS = 22  # cells for the description; the binding's id follows
 
 
@@ -153,11 +153,11 @@ class HelpScreen(BoardScreen):
         look = self.board.look
         lines = [self._title("States")]
         for state, words in STATE_WORDS.items():
-            line = Text(f"  {LETTERS[state]} {state}".ljust(_KEYS), look.style(state))
+            line = Text(f"  {LETTERS[state]} {state}".ljust(_SIGNS), look.style(state))
             lines.append(line.append(words, look.style("")))
         lines += [Text(), self._title("Flags")]
         for flag, words in FLAG_WORDS.items():
-            mark = Text(f"  {FLAG_MARKS[flag]} {flag}".ljust(_KEYS), look.style(flag_role(flag)))
+            mark = Text(f"  {FLAG_MARKS[flag]} {flag}".ljust(_SIGNS), look.style(flag_role(flag)))
             lines.append(mark.append(words, look.style("")))
         return lines
 
@@ -165,7 +165,7 @@ class HelpScreen(BoardScreen):
         look, lines = self.board.look, [self._title("Ranks of a run")]
         for word, words in RANK_WORDS.items():
             letter, role = RANK_LETTERS[word]
-            lines.append(Text(f"  {letter} {word}".ljust(_KEYS), look.style(role)).append(words, look.style("")))
+            lines.append(Text(f"  {letter} {word}".ljust(_SIGNS), look.style(role)).append(words, look.style("")))
         return lines
 
     def _mouse(self) -> list[Text]:
@@ -196,7 +196,7 @@ def _in_columns(sections: Sequence[list[Text]], columns: int) -> Text:
         line = Text()
         for column in laid:
             cell = column[row].copy() if row < len(column) else Text()
-            cell.truncate(_COLUMN - 2, overflow="ellipsis", pad=True)
-            line.append_text(cell).append("  ")
+            cell.truncate(_COLUMN - 1, overflow="ellipsis", pad=True)
+            line.append_text(cell).append(" ")
         lines.append(line)
     return Text("\n").join(lines)
