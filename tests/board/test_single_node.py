@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -73,6 +74,22 @@ async def test_rows_are_as_tall_as_the_screen_allows(tmp_path: Path, size: tuple
         idle = eight(gpus=[gpu("dgx", index) for index in range(8)])
         await next_scene(app, pilot, idle)
         assert [line.split()[0] for line in rows(shown)[:: max(1, tall)]] == first
+
+
+async def test_rows_of_two_lines_have_a_curve_of_two_lines_beside_the_reason(tmp_path: Path) -> None:
+    long = busy("dgx", 0, "alice", reason="alice: python " + "x" * 200)
+    shot = eight(gpus=[long, *(gpu("dgx", index) for index in range(1, 8))])
+    async with opened(tmp_path, shot) as (app, shown, pilot):
+        for second in range(300):
+            idle = eight(gpus=[gpu("dgx", index) for index in range(8)])
+            app.core.history.add((shot if second > 150 else idle).snapshot, 1e9 + second)
+        await next_scene(app, pilot, shot)
+        grid = shown.grid
+        start = next(x for x in range(grid.size.width) if grid.column_at(x) == "trace")
+        first, second_line = (grid.render_line(y).text for y in (1, 2))
+        assert re.fullmatch(r" +[⠀-⣿]+ alice *", first[start:])
+        assert re.fullmatch(r"[⠀-⣿]+ *", second_line[start:])
+        assert second_line[:start].endswith("xxx… ")
 
 
 async def test_a_meter_is_as_long_as_its_value(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ A line about the host, a row with meters per GPU, of as many lines as there is r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from rich.style import Style
 from gpuboard.board.arrange import Group
 from gpuboard.board.history import MEMORY, POWER, UTILIZATION, History
 from gpuboard.board.scene import Place, Scene
-from gpuboard.board.text.cells import fit, width
+from gpuboard.board.text.cells import fit, fit_runs, width
 from gpuboard.board.text.format import UNKNOWN, age, pair, percent, short_model
 from gpuboard.board.text.gpu_row import (
     Device,
@@ -40,6 +41,7 @@ _HOST_LINES = 2  # the host and the titles
 _PROCESS_LINES = 6  # at least that many are left for processes, their titles included, if a row is to be tall
 _TALLEST = 12  # the meters, ten lines of curves, the reason
 _INDENT = 4  # of a row's further lines: the width of the GPU's index and the gap
+_TRACE_LINES = 2  # of the curve in the column "5 min", at most
 _METER_LEAST = 3  # cells; a shorter meter shows nothing
 _LIMIT_FROM = 14  # cells from which power stands beside its limit
 _HOST_METER = 12
@@ -135,7 +137,7 @@ def _gpu_cells(place: Place, layout: Layout) -> tuple[Cell, ...]:
         "memory": _memory(gpu, layout),
         "power": layout.meter("power", _part(gpu.power, gpu.power_limit), power),
         "temperature": degrees(gpu),
-        "trace": Cell(layout.trace("trace", gpu, 1)[0] if "trace" in layout.widths else "", "dim"),
+        "trace": _recent(gpu, layout, 0),
         "user": Cell(*owner(gpu, layout.scene)),
         "reason": _reason(gpu),
     }
@@ -158,7 +160,13 @@ def _below(of: GpuView | MigView, layout: Layout) -> list[Cell]:
     """Return the further lines of a row: the last minutes below the meters, and the reason of the state."""
     reason = _reason(of)
     model = short_model(of.name) + "   " if isinstance(of, GpuView) else ""
-    last = Cell(((" " * _INDENT + model, "dim"), (of.reason, reason.style)))
+    words: Runs = ((" " * _INDENT + model, "dim"), (of.reason, reason.style))
+    if layout.tall == _TRACE_LINES and isinstance(of, GpuView) and "trace" in layout.widths:
+        before = itertools.takewhile(lambda column: column.key != "trace", columns_for(layout.tall))
+        room = sum(layout.widths[column.key] + GAP for column in before if column.key in layout.widths)
+        recent = _recent(of, layout, 1)
+        return [Cell((*fit_runs(words, room - GAP, ""), (" " * GAP, ""), (str(recent.text), recent.style)))]
+    last = Cell(words)
     height = layout.tall - 2
     if height < 1:
         return [last][: layout.tall - 1]
@@ -175,6 +183,14 @@ def _below(of: GpuView | MigView, layout: Layout) -> list[Cell]:
         for line, text in zip(lines, drawn, strict=True):
             line += [(text, style), (" " * GAP, "")]
     return [*(Cell(tuple(line)) for line in lines), last]
+
+
+def _recent(gpu: GpuView, layout: Layout, line: int) -> Cell:
+    """Return a line of the curve of a GPU's utilization, which has two where its row has two."""
+    if "trace" not in layout.widths:
+        return Cell("")
+    drawn = layout.trace("trace", gpu, min(layout.tall, _TRACE_LINES))
+    return Cell(drawn[line], "dim" if gpu.state == "free" or layout.tall == 1 else gpu.state)
 
 
 def _memory(of: GpuView | MigView, layout: Layout) -> Cell:
