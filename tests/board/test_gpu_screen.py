@@ -257,8 +257,12 @@ async def test_the_panel_follows_the_cursor_also_to_nothing(tmp_path: Path) -> N
         panel.show_gpu(lab(), "GPU-gpu1-1", app.core.history, app.look.glyphs)
         await settle(pilot, lambda: "k3f9 of alice, 8h00m left" in screen(app))
         shown = screen(app)
-        for words in ("!eve            42", "ECC          2 uncorrected", "NV18 GPU 0; SYS GPU 2"):
+        for words in ("!eve            42", "ECC          bad  2 uncorrected", "NV18 GPU 0; SYS GPU 2", "Recovery"):
             assert words in shown, f"{words}\n{shown}"
+        await pilot.resize_terminal(200, 50)  # room for what is wrong only
+        await settle(pilot, lambda: panel.size.height < 50)
+        panel.show_gpu(lab(), "GPU-gpu1-1", app.core.history, app.look.glyphs)
+        await settle(pilot, lambda: "ECC          2 uncorrected" in screen(app))
         panel.show_gpu(scene(), "GPU-gpu1-1", app.core.history, app.look.glyphs)
         await settle(pilot, lambda: "No node lists this GPU now" in screen(app))
 

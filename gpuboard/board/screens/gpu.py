@@ -33,6 +33,7 @@ _PANEL_PLOT_LINES = (2, 6)  # at least, at most
 _PANEL_REST = 26  # lines that the panel needs besides, seldom more
 _PROCESSES = 12  # rows shown at once; more can be scrolled to
 _PANEL_PROCESSES = 6
+_PANEL_HEALTH_FROM = 54  # lines of the panel from which it has all health checks
 
 
 class Known(NamedTuple):
@@ -115,10 +116,13 @@ class GpuPanel(VerticalScroll, can_focus=False):
         known = self._memory.look(scene, time.monotonic())
         least, most = _PANEL_PLOT_LINES
         height = max(least, min(most, (self.size.height - _PANEL_REST) // 4))
-        pane.show(partial(_panel_lines, known, scene, history, GraphFrame(0, height, glyphs)))
+        whole = self.size.height >= _PANEL_HEALTH_FROM
+        pane.show(partial(_panel_lines, known, scene, history, GraphFrame(0, height, glyphs), whole=whole))
 
 
-def _panel_lines(known: Known, scene: Scene, history: History, frame: GraphFrame, width: int) -> list[Runs]:
+def _panel_lines(
+    known: Known, scene: Scene, history: History, frame: GraphFrame, width: int, *, whole: bool
+) -> list[Runs]:
     lines = notice(known, width)
     place = known.now or known.values
     if place is None or known.values is None:
@@ -128,7 +132,8 @@ def _panel_lines(known: Known, scene: Scene, history: History, frame: GraphFrame
     lines += gpu_lines.head(place, scene, width)
     lines += [[], *gpu_lines.readings(known.values.gpu, history.of(place.gpu.uuid), frame)]
     lines += [[], title("Processes"), *gpu_lines.processes(known.values, _PANEL_PROCESSES)]
-    return [*lines, [], *gpu_lines.neighbour_line(place, width), *gpu_lines.health(place.gpu, width, only_bad=True)]
+    lines += [[], *gpu_lines.neighbour_line(place, width)]
+    return lines + gpu_lines.health(place.gpu, width, only_bad=not whole)
 
 
 class GpuScreen(GraphScreen, ActingScreen):
