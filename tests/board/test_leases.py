@@ -75,7 +75,7 @@ def test_shows_every_lease(tmp_path: Path, size: tuple[int, int]) -> None:
         assert all(words in row(app, second.id) for words in ("root", "sim01:", "7h59m"))
         assert text.index(first.id) < text.index(second.id)
         assert "[b]grid[/b]" in text
-        assert ("█" in row(app, first.id)) == (size[0] >= 150)
+        assert ("━" in row(app, first.id)) == (size[0] >= 150)
 
     with_leases(tmp_path, [(1, 3600, "[b]grid[/b]"), (2, 8 * 3600, "")], test, size)
 
@@ -87,7 +87,7 @@ def test_the_time_line_comes_and_goes_by_its_key_at_every_width(tmp_path: Path, 
         [lease] = app.scene.leases.leases
         shown = width >= 150
         for _ in range(3):
-            assert ("█" in row(app, lease.id)) == shown
+            assert ("━" in row(app, lease.id)) == shown
             if shown:
                 assert row(app, "Lease").rstrip()[-1].isdigit(), "its ruler is whole"
             await pilot.press("t")
@@ -103,12 +103,12 @@ def test_the_time_line_in_place_of_the_list(tmp_path: Path) -> None:
         first, second = sorted(app.scene.leases.leases, key=lambda lease: lease.until)
         await pilot.press("t")
         await pilot.pause()
-        bars = [row(app, lease.id).count("█") for lease in (first, second)]
+        bars = [row(app, lease.id).count("━") for lease in (first, second)]
         assert bars[0] * 6 < bars[1] <= 43
         assert len(re.findall(r"\d\d:00|[A-Z][a-z]{2} \d+", row(app, "Owner"))) >= 3  # midnight is the day's name
         await pilot.press("t")
         await pilot.pause()
-        assert "█" not in row(app, first.id)
+        assert "━" not in row(app, first.id)
 
     with_leases(tmp_path, [(1, 3600, ""), (2, 8 * 3600, "")], test, (80, 24))
 

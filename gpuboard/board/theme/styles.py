@@ -18,7 +18,6 @@ ROLES = ("dim", "title", "cursor", "marked", "good", "warn", "bad", "mine", "gro
 class Glyphs(msgspec.Struct, frozen=True):
     """Characters for bars and trees."""
 
-    block: str  # a full cell
     meter: str  # a full cell, a half one, and the track of an empty one
     line: str  # horizontal, of rulers and time lines
     ellipsis: str
@@ -32,8 +31,8 @@ class Glyphs(msgspec.Struct, frozen=True):
         return self.line.isascii()
 
 
-UNICODE = Glyphs(block="█", meter="━╸─", line="─", ellipsis="…", marked="●", up="▲", down="▼")
-ASCII = Glyphs(block="#", meter="=-.", line="-", ellipsis="~", marked="*", up="^", down="v")
+UNICODE = Glyphs(meter="━╸─", line="─", ellipsis="…", marked="●", up="▲", down="▼")
+ASCII = Glyphs(meter="=-.", line="-", ellipsis="~", marked="*", up="^", down="v")
 
 
 class Look(msgspec.Struct, frozen=True):

@@ -66,7 +66,7 @@ def bar(axis: Axis, since: float, until: float, role: str, glyphs: Glyphs) -> tu
     runs = (
         (" " * min(first, now), ""),
         (glyphs.line * max(0, now - first), "dim"),
-        (glyphs.block * (last - now), role),
+        (glyphs.meter[0] * (last - now), role),
         (" " * (axis.width - last), ""),
     )
     return tuple(run for run in runs if run[0])
