@@ -17,7 +17,7 @@ _GPUS_MOST = 64
 Past = tuple[tuple[float, Sensors | None], ...]  # (epoch seconds, None: not read), oldest first
 
 
-class Activity:
+class ActivityHistory:
     """The readings of at most 64 GPUs by UUID. Threads may add; others may read meanwhile."""
 
     def __init__(self, span_s: float) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from gpuboard.board.history.activity import Activity
+from gpuboard.board.history.activity import ActivityHistory
 from gpuboard.board.history.bins import slices
 from gpuboard.board.history.records import (
     DECODE,
@@ -82,7 +82,7 @@ class History:
     """The past of all GPUs. Threads may add and load; others may read meanwhile."""
 
     def __init__(self) -> None:
-        self.activity = Activity(SPAN_S)
+        self.activity = ActivityHistory(SPAN_S)
         self._lock = threading.Lock()
         self._past = Past(((),) * len(SPANS), {})  # replaced as a whole: readers need no lock
         self._totals: dict[int, tuple[HistoryRecord, _Total]] = {}  # by the id of a record, which is kept with it
