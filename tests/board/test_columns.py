@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from gpuboard.board import preferences
 from gpuboard.board.app import BoardApp
 from gpuboard.board.dialogs.columns import ColumnList, ColumnsDialog
-from gpuboard.board.tables.columns import COLUMNS, USUAL, ColumnChoice, choices, layout
+from gpuboard.board.tables.columns import ABOUT, COLUMNS, USUAL, ColumnChoice, choices, layout
 from gpuboard.board.widgets.table import GpuTable
 from tests.board import lab, made
 from tests.board.made import busy, gpu, lease, mig, next_scene, node, scene, still, unread
@@ -170,3 +170,14 @@ def test_the_reason_has_its_room_at_every_width() -> None:
             always = sum(column.width + 1 for column in columns if not column.drop)
             reason = next(column for column in columns if column.key == "reason")
             assert reason.least == max(12, min(30, space - always))
+
+
+async def test_every_column_has_a_description_and_cells(tmp_path: Path) -> None:
+    assert ABOUT.keys() == COLUMNS.keys()
+    split = scene(node("gpu1", [busy("gpu1", 0, "bob"), mig("gpu1", 1, "free")]))
+    async with still(tmp_path, split, (250, 40)) as (app, pilot):
+        await pilot.press("t")
+        app.screen_stack[1].query_one(GpuTable).choose([ColumnChoice(key, 12) for key in COLUMNS])
+        await pilot.pause()
+        assert titles(app)[:3] == ["Node", "GPU", "Model"]
+        assert len(drawn(app)) == 4  # the header, two GPUs, a MIG device

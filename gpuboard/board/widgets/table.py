@@ -134,7 +134,9 @@ class GpuTable(Grid):
                 return Cell(max(gpu.processes, key=lambda each: each.memory or 0).command if gpu.processes else "")
             case "uuid":
                 return Cell(gpu.uuid)
-        return self._reason(place)
+            case "reason":
+                return self._reason(place)
+        raise KeyError(key)
 
     def _reason(self, place: Place) -> Cell:
         """Return the reason, with the age of a stale reading and without the user beside it."""
@@ -174,7 +176,9 @@ class GpuTable(Grid):
                 return Cell(mig.uuid)
             case "reason":
                 return Cell(mig.reason, "dim" if mig.state == "free" else "")
-        return Cell("")
+            case "node" | "spark" | "command":
+                return Cell("")  # as in the row of its GPU, or not known of MIG devices
+        raise KeyError(key)
 
     def _memory(self, used: int | None, total: int | None, state: str) -> Cell:
         part = None if used is None or not total else used / total
