@@ -117,10 +117,11 @@ class CompositeLedger:
     def find(self, ids: Sequence[str]) -> Found:
         """Return the caller's leases. Raises NoSuchLease for an id that names none.
 
-        ``unreached`` is set where a ledger does not answer; the leases found in other ledgers are returned.
+        ``unreached`` is set where a ledger with some of them may not answer; leases found in others are returned.
         """
         leases: list[Lease] = []
         unread: list[str] = []
+        unreached: NoNodeReached | None = None
         left = list(ids)
         for ledger in self._ledgers:
             if ids and not left:
@@ -128,13 +129,15 @@ class CompositeLedger:
             try:
                 found = ledger.find(left)
             except NoNodeReached as error:
-                return Found(leases, unread=[*unread, *error.nodes], unreached=error)
+                unread += error.nodes
+                unreached = unreached or error
+                continue
             leases += found.leases
             unread += found.unread
             left = list(found.missing)
-        if left:
+        if left and unreached is None:
             raise found.missing[left[0]]
-        return Found(leases, unread=unread)
+        return Found(leases, unread=unread, unreached=unreached if left or not ids else None)
 
     def release(self, lease: Lease) -> Released:
         """End a lease in its ledger."""
