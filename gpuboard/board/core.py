@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -130,10 +130,12 @@ class Core:
 
     def _watch(self, changed: Callable[[Scene], object]) -> None:
         looked, look_at = self._on_show, 0.0
+        scenes: deque[Scene] = deque(maxlen=2)  # the old one is freed here: the UI's thread answers keys
         while not self._closed.is_set():
             began = time.thread_time()
             try:
                 scene = self.scene()
+                scenes.append(scene)
                 self.history.add(scene.snapshot, time.time())
                 self.events.add(scene.snapshot, scene.leases, time.monotonic())
             except (

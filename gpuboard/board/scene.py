@@ -8,6 +8,7 @@ from functools import cached_property
 
 import msgspec
 
+from gpuboard.board.sums import sums_of
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 
@@ -41,6 +42,7 @@ class Scene:
         self.uids = uids
         self.banners = banners
         self._label = label
+        self.sums = sums_of(snapshot.nodes)
         self._found: dict[str, Place | None] = {}  # by ``place``
 
     @cached_property

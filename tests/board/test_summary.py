@@ -6,7 +6,7 @@ import pytest
 
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.format import age, gib, pair, short_model
-from gpuboard.board.widgets.header import header, sums
+from gpuboard.board.widgets.header import header
 from tests.board.made import GIB, awaited, busy, gpu, mig, node, scene, unread
 
 
@@ -77,11 +77,11 @@ def test_before_the_first_reading_it_shows_that() -> None:
     assert line.split() == ["no", "GPU", "seen", "2", "nodes", "·", "2", "connecting", "·", "oldest", "?", "·"]
     (line,) = texts(scene(awaited("gpu01"), unread("gpu02")), 80)
     assert " · 1 unreachable · 1 connecting · " in line
-    assert (sums(scene(awaited("gpu01"), unread("gpu02"))).unreachable, sums(cluster()).connecting) == (1, 0)
+    assert (scene(awaited("gpu01"), unread("gpu02")).sums.unreachable, cluster().sums.connecting) == (1, 0)
 
 
 def test_sums_count_mig_devices_and_not_their_parents() -> None:
-    counts = {count.model: dict(count.states) for count in sums(cluster()).models}
+    counts = {count.model: dict(count.states) for count in cluster().sums.models}
     assert counts == {
         "H100 80GB": {"free": 1, "reserved": 1, "busy": 1, "broken": 1},
         "L40S": {"free": 3, "unknown": 1},
@@ -90,7 +90,7 @@ def test_sums_count_mig_devices_and_not_their_parents() -> None:
 
 
 def test_a_mig_gpu_without_devices_is_not_free() -> None:
-    empty = sums(scene(node("gpu01", [gpu("gpu01", 0, "mig", flags=["mig"])])))
+    empty = scene(node("gpu01", [gpu("gpu01", 0, "mig", flags=["mig"])])).sums
     assert [(count.total, count.states["free"]) for count in empty.models] == [(1, 0)]
 
 

@@ -25,7 +25,6 @@ from gpuboard.board.filter.query import parse
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.gpu_row import Device, with_devices
 from gpuboard.board.text.picture import group_words
-from gpuboard.board.widgets.header import sums
 from gpuboard.cli.see import status
 from gpuboard.model.lease import LeaseGpu
 from gpuboard.model.snapshot import ProcessView, Tally
@@ -92,8 +91,8 @@ def test_mig_devices_are_counted_in_place_of_their_gpu_everywhere() -> None:
     words = "".join(text for text, _ in group_words(group))
     assert words == "n  2 GPUs  1 free  1 mig  2 MIG devices  1 free  1 busy"
     assert status.sums(one.snapshot).endswith("2 GPUs: 1 free, 1 mig; 2 MIG devices: 1 free, 1 busy")
-    assert sum(count.states["free"] for count in sums(one).models) == 2
-    assert sum(count.total for count in sums(one).models) == 4
+    assert sum(count.states["free"] for count in one.sums.models) == 2
+    assert sum(count.total for count in one.sums.models) == 4
 
 
 def test_groups_have_headers_with_counts() -> None:

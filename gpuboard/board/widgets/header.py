@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
-from itertools import chain
-from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.style import Style
 
+from gpuboard.board.sums import Count, Sums
 from gpuboard.board.text.cells import width
-from gpuboard.board.text.format import UNKNOWN, age, short_model, shortest_model
+from gpuboard.board.text.format import UNKNOWN, age, shortest_model
 from gpuboard.board.text.rows import Runs
 
 if TYPE_CHECKING:
@@ -29,53 +27,8 @@ _REST = (
 )
 _STATES = {"free": ("free",), **{word: states for word, _, states in _REST}}
 _NODE_STATES = frozenset({"unreachable", "connecting", "stale"})
-_MODEL_AND_STATE = attrgetter(
-    "name", "state"
-)  # for Counter, which counts in C: 8,000 GPUs per second, most of them equal
 _WIDE = 100  # columns from which the header takes two lines
 _SEPARATOR = " · "
-
-
-class Count(NamedTuple):
-    """How many GPUs of a model there are in each state."""
-
-    model: str
-    total: int
-    states: Counter[str]
-
-
-class Sums(NamedTuple):
-    """The numbers that the header shows."""
-
-    models: list[Count]  # most GPUs first
-    nodes: int
-    unreachable: int
-    connecting: int  # no reading and no failure yet
-    stale: int
-    oldest_s: float | None  # age of the oldest reading, stale and unreachable nodes included; None: no reading
-
-
-def sums(scene: Scene) -> Sums:
-    """Count the GPUs of a scene. A GPU in MIG mode counts as its devices, which are models of their own."""
-    every = list(chain.from_iterable(node.gpus for node in scene.snapshot.nodes))
-    pairs: Counter[tuple[str, str]] = Counter(map(_MODEL_AND_STATE, every))
-    for gpu in [gpu for gpu in every if gpu.mig]:
-        pairs[gpu.name, gpu.state] -= 1
-        for device in gpu.mig:
-            pairs[f"{short_model(gpu.name)} {device.profile}", device.state] += 1
-    states: Counter[str] = Counter()
-    oldest_s: float | None = None
-    for node in scene.snapshot.nodes:
-        states["connecting" if node.connecting else node.state] += 1
-        if node.age_s is not None and (oldest_s is None or node.age_s > oldest_s):
-            oldest_s = node.age_s
-    models: dict[str, Counter[str]] = {}
-    for (name, state), count in (+pairs).items():
-        models.setdefault(short_model(name), Counter())[state] += count
-    counts = [Count(model, states.total(), states) for model, states in models.items()]
-    counts.sort(key=lambda count: (-count.total, count.model))
-    nodes = len(scene.snapshot.nodes)
-    return Sums(counts, nodes, states["unreachable"], states["connecting"], states["stale"], oldest_s)
 
 
 def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
@@ -83,7 +36,7 @@ def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
 
     Two lines where it is ``tall`` and wide, else one.
     """
-    facts = sums(scene)
+    facts = scene.sums
     clock = datetime.fromisoformat(scene.snapshot.at).astimezone().strftime("%H:%M:%S")
     label: Runs = ((f" {scene.label} ", "warn"),) if scene.label else ()
     if tall and columns >= _WIDE:
