@@ -322,7 +322,7 @@ def test_another_size_and_back(screen: Pane) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "15 free" in text
     screen.size(200, 60)
-    screen.shows("gpu01  GPU 0", "Health")  # room for the cursor's GPU beside the cluster
+    screen.shows("gpu01  GPU 0", "Row remap")  # room for the cursor's GPU beside the cluster
     screen.size(120, 40)
     text = screen.wait(lambda text: "Health" not in text and letters(text) == USUAL, "it is as before")
     assert max(map(len, text.splitlines())) <= 120
