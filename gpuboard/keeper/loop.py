@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -74,6 +74,6 @@ def boottime() -> float:
 
 
 def log(message: str) -> None:
-    """Write a line to the log."""
-    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
-    sys.stderr.flush()
+    """Write a line to the log. On a full disk there is none, and the keeper goes on."""
+    with suppress(OSError):
+        os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n".encode(errors="replace"))
