@@ -81,6 +81,9 @@ def test_a_run_on_other_nodes_survives_the_reboot_of_the_login_node(lab: Cluster
     assert len(claims(lab)) == 2
     assert (list(login.path("/tmp/own/gpuboard/keeper").glob("*/*.json")), kept(gpu01)) == ([], [run["lease"]])
     assert runs(login, own) == [(run["id"], "running", None)]
+    explained = login.run([*own, "gpuboard", "explain", run["id"]], check=True).stdout
+    assert "ranks 0-1: running at script.py:5" in explained
+    assert "py-spy" not in explained, "it is sent to the other node before its ranks are inspected"
     (lease,) = json.loads(login.run(["gpuboard", "leases", "--json"], check=True).stdout)["leases"]
     assert (lease["id"], lease["holder"]) == (run["lease"], None)
 

@@ -39,23 +39,32 @@ class Inspections:
         for node in nodes:
             if self._nodes[node].host is None:
                 self._send_pyspy(node)  # a path: costs nothing
-            self._supervisors.call(node, "inspect", {}, _REPLY_S, Inspection)
+            self._inspect(node)
 
     def take(self, reply: CallReply) -> list[Inspection] | None:
-        """Record a reply; return all inspections when it is the last one. Nodes that failed are left out."""
-        self._missing.discard(reply.node)
+        """Record a reply; return all inspections when it is the last one. Nodes that failed are left out.
+
+        A node that replies that it lacks py-spy gets it and is inspected again, once.
+        """
         if isinstance(reply.value, Inspection):
+            if not reply.value.pyspy and self._send_pyspy(reply.node):
+                self._inspect(reply.node)
+                return None
             self._found[reply.node] = reply.value
-            if not reply.value.pyspy:
-                self._send_pyspy(reply.node)  # for the next inspection
+        self._missing.discard(reply.node)
         return None if self._missing else list(self._found.values())
 
-    def _send_pyspy(self, node: str) -> None:
+    def _inspect(self, node: str) -> None:
+        self._supervisors.call(node, "inspect", {}, _REPLY_S, Inspection)
+
+    def _send_pyspy(self, node: str) -> bool:
+        """Send py-spy to a node unless it was sent before; return whether it was sent now."""
         args = pyspy_for(self._nodes[node])
         if node in self._sent or args is None:
-            return
+            return False
         self._sent.add(node)
         self._supervisors.call(node, "py-spy", args, _REPLY_S, Done)
+        return True
 
 
 def pyspy_for(node: Node) -> dict[str, str] | None:
