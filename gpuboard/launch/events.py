@@ -99,9 +99,10 @@ class NodeEnded(msgspec.Struct, frozen=True):
 
 
 class Stopping(msgspec.Struct, frozen=True):
-    """The supervisor stops the ranks of its node by its own decision."""
+    """The ranks of a node are stopped, by the supervisor's decision or, at once, because it was ``killed``."""
 
     reason: str
+    killed: bool = False
 
 
 class Quiet(msgspec.Struct, frozen=True):

@@ -87,7 +87,8 @@ class FailureWatch:
         elif isinstance(event, events.Stopping):
             if self.stop_reason is None:
                 text = f"{node}: {clean(event.reason)}; its ranks are being stopped"
-                self._candidates.append(Cause("node-stopped", None, node, text, at=now))
+                kind: FailureKind = "node-lost" if event.killed else "node-stopped"
+                self._candidates.append(Cause(kind, None, node, text, at=now))
         elif isinstance(event, events.RunNotice):
             lines = [line for line in event.text.splitlines() if line.strip()]
             self.messages += [f"{node}: {clean(line)}" for line in lines[-_NOTICE_LINES:]]

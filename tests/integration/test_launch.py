@@ -146,7 +146,7 @@ def test_no_process_is_left_when_one_is_killed(tmp_path: Path, who: str) -> None
         kind = run.view().verdicts[0].kind
         assert (code, kind, run.view().state) == {
             "head": (-signal.SIGKILL, "head-died", "failed"),
-            "supervisor": (1, "node-stopped", "failed"),  # the guard reports it
+            "supervisor": (1, "node-lost", "failed"),  # the guard reports it
             "supervisor and guard": (1, "node-lost", "failed"),
             "guard": (1, "node-stopped", "failed"),  # the supervisor reports it
         }[who]

@@ -42,11 +42,13 @@ def run(channel: "AgentChannel", config: "Dict[str, Any]") -> None:
     os.close(guard_life)
     ended: "Dict[int, int]" = {}  # children → their status from waitpid
     reason = _watch(channel.fd_in, supervisor_life, pid, ended)
+    killed = False
     if reason is None:
         status = ended[pid] if pid in ended else os.waitpid(pid, 0)[1]
-        reason = "the supervisor was killed by signal %d" % os.WTERMSIG(status) if os.WIFSIGNALED(status) else ""
+        killed = os.WIFSIGNALED(status)
+        reason = "the supervisor was killed by signal %d" % os.WTERMSIG(status) if killed else ""
     if reason:
-        channel.event("stopping", {"reason": reason})
+        channel.event("stopping", {"reason": reason, "killed": killed})
     teardown.kill_all(config, os.getpid(), (), lambda: _reap(ended), 4.0)
     scratch.remove(config)
 
