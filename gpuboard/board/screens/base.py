@@ -38,14 +38,14 @@ class BoardScreen(Screen[None]):
     NOTICE = True  # whether to mount a Notice; False: the screen shows these lines itself
     INSTEAD_OF: ClassVar[frozenset[str]] = frozenset()  # ids of app actions whose keys this screen uses itself
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._notice: Notice | None = None  # once it is mounted
+
     @property
     def board(self) -> BoardApp:
         """The app, typed."""
         return cast("BoardApp", self.app)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._notice: Notice | None = None  # once it is mounted
 
     def on_mount(self) -> None:
         if self.NOTICE and self.is_attached:  # false where it was closed before it was drawn
