@@ -14,7 +14,7 @@ from gpuboard.model.gpu import Sensors
 from gpuboard.model.snapshot import NodeView
 
 _GPUS_MOST = 64
-Past = tuple[tuple[float, Sensors | None], ...]  # (epoch seconds, None: not read), oldest first
+PastSensors = tuple[tuple[float, Sensors | None], ...]  # (epoch seconds, None: not read), oldest first
 
 
 class ActivityHistory:
@@ -32,7 +32,7 @@ class ActivityHistory:
             while len(self._kept) > _GPUS_MOST:
                 del self._kept[next(iter(self._kept))]
 
-    def of(self, uuid: str) -> Past:
+    def of(self, uuid: str) -> PastSensors:
         """Return the readings of a GPU; none if they are not kept."""
         with self._lock:
             return tuple(self._kept.get(uuid, ()))

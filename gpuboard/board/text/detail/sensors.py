@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpuboard.board.history.activity import Past
+from gpuboard.board.history.activity import PastSensors
 from gpuboard.board.text.detail.graphs import Graph
 from gpuboard.board.text.detail.host import rate, scale
 from gpuboard.board.text.format import UNKNOWN
@@ -20,7 +20,7 @@ _RATE = 9  # cells of the longest rate, "1010 MB/s"
 _LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # bytes/s of a PCIe lane, by generation
 
 
-def activity_graphs(gpu: GpuView, past: Past) -> list[Graph]:
+def activity_graphs(gpu: GpuView, past: PastSensors) -> list[Graph]:
     """Return the graphs of what a GPU reports: activity of SMs and tensor cores, PCIe and NVLink throughput."""
     read, times = gpu.sensors or Sensors(), [at for at, _ in past]
     found = []
