@@ -39,7 +39,8 @@ class WaitingCommand:
             if received is not None and received.si_code != SI_KERNEL:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, received.si_signo)
-            while select.select([self._connection], [], [], 0)[0]:
+            # A head on another node leaves nothing to do here: end-of-file then comes right after the message.
+            while not message.endswith(b"\n") and select.select([self._connection], [], [], 0)[0]:
                 data = self._connection.recv(65536)
                 if not data:  # the head has ended
                     return _exit_code(os.waitpid(self._pid, 0)[1])
