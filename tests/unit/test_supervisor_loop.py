@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuboard.agent.event_loop import IN, Loop
+from gpuboard.agent.launch.teardown import living
+from gpuboard.agent.launch.watch.forked import Looks
 
 
 def test_timers_fire_in_their_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +59,27 @@ def test_a_timer_may_cancel_another_of_the_same_moment() -> None:
     while not seen:
         loop.turn()
     assert seen == ["after"]
+
+
+def test_a_look_is_known_until_its_result_is_there(tmp_path: Path) -> None:
+    """The process of a look is no helper that the ranks left running."""
+    loop = Loop()
+    looks = Looks(loop)
+    results: list[dict[str, Any]] = []
+    config = {"run": "r0", "attempt": 1}
+    told = tmp_path / "told"
+
+    def look() -> dict[str, Any]:
+        while not told.exists():
+            time.sleep(0.001)
+        return {"ranks": [1]}
+
+    looks.start(look, results.append)
+    (pid,) = looks.pids
+    assert pid in {process.pid for process in living(config, os.getpid(), [])}
+    assert pid not in {process.pid for process in living(config, os.getpid(), looks.pids)}
+    told.touch()
+    while not results:
+        loop.turn()
+    assert (results, looks.pids) == ([{"ranks": [1]}], set())
+    os.waitpid(pid, 0)

@@ -11,7 +11,8 @@ import time
 from gpuboard.agent import proc
 from gpuboard.agent.event_loop import IN, OUT, Loop
 from gpuboard.agent.launch import CallRefused, network, preflight, scratch, start, teardown
-from gpuboard.agent.launch.watch import forked, inspection, pace, signs
+from gpuboard.agent.launch.watch import inspection, pace, signs
+from gpuboard.agent.launch.watch.forked import Looks
 from gpuboard.agent.launch.workers import WorkerGroup
 
 MYPY = False
@@ -25,7 +26,7 @@ _FULL, _EMPTY = 1024 * 1024, 256 * 1024
 _LOST_GRACE_S = 1.0  # from SIGTERM to SIGKILL without a head: the node is to be empty within 5 s
 _KILL_S = 4.0  # after which processes that survive SIGKILL are reported
 _DRAIN_S = 2.0  # for sending the rest when the connection has ended: its reader may still take it
-_HELPERS_REPORT_S = 1.0  # multiprocessing's own helpers end sooner
+_HELPERS_REPORT_S = 2.0  # multiprocessing's own helpers end sooner, on a busy node too
 _LATER = object()  # value of a call whose reply follows
 
 
@@ -40,6 +41,7 @@ class Supervisor:
         self._loop = Loop()
         self._environ = start.node_environ(config)
         self._workers = WorkerGroup(self._loop, channel.event, config, self._environ)
+        self._looks = Looks(self._loop)
         self._answering = network.Answering(self._loop, config["secret"])
         self._master: "Optional[socket.socket]" = None
         self._spawned = False
@@ -288,7 +290,7 @@ class Supervisor:
                 item.update(cpu=round(cpu, 3), moved_bytes=moved_bytes)
             self._channel.reply(call, result)
 
-        forked.start(self._loop, lambda: inspection.inspect(ranks, self._pyspy), done)
+        self._looks.start(lambda: inspection.inspect(ranks, self._pyspy), done)
         return _LATER
 
     def _pace(self, call: int, _args: "Dict[str, Any]") -> "Any":
@@ -297,7 +299,7 @@ class Supervisor:
         def done(result: "Dict[str, Any]") -> None:
             self._channel.reply(call, dict(result, received=received, replied=time.time()))
 
-        forked.start(self._loop, lambda: pace.look(ranks), done)
+        self._looks.start(lambda: pace.look(ranks), done)
         return _LATER
 
     def _watched(self) -> "List[Tuple[int, int, str]]":
@@ -373,7 +375,7 @@ class Supervisor:
             self._check_helpers_after(2.0)
 
     def _helpers(self) -> "Any":
-        return teardown.living(self._config, os.getpid(), self._spared())
+        return teardown.living(self._config, os.getpid(), [*self._spared(), *self._looks.pids])
 
     def _spared(self) -> "Any":
         return [self._guard_pid] + ([self._workers.store_pid] if self._workers.store_pid is not None else [])

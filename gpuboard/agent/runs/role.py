@@ -11,7 +11,8 @@ import time
 from gpuboard.agent import proc
 from gpuboard.agent.event_loop import IN, Loop
 from gpuboard.agent.launch import CallRefused
-from gpuboard.agent.launch.watch import forked, inspection, signs
+from gpuboard.agent.launch.watch import inspection, signs
+from gpuboard.agent.launch.watch.forked import Looks
 from gpuboard.agent.runs import control, files, jobs
 
 MYPY = False
@@ -46,6 +47,7 @@ class _Server:
             "inspect": self._inspect,
             "py-spy": self._take_pyspy,
         }
+        self._looks = Looks(self._loop)
         self._pyspy: "Optional[str]" = inspection.pyspy(None, None)
 
     def serve(self) -> None:
@@ -128,7 +130,7 @@ class _Server:
 
         def look() -> None:
             seen.sample()
-            forked.start(self._loop, lambda: inspection.inspect(ranks, self._pyspy), done)
+            self._looks.start(lambda: inspection.inspect(ranks, self._pyspy), done)
 
         self._loop.after(signs.INTERVAL_S, look)  # py-spy pauses the ranks: their use of the CPU is measured before
         return _LATER

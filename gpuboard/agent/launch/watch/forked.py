@@ -13,7 +13,7 @@ from gpuboard.agent.launch import teardown
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, Dict, List
+    from typing import Any, Callable, Dict, List, Set
 
     from gpuboard.agent.event_loop import Loop
 
@@ -21,44 +21,53 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _DEADLINE_S = 5.0
 
 
-def start(loop: "Loop", look: "Callable[[], Dict[str, Any]]", done: "Callable[[Dict[str, Any]], None]") -> None:
-    """Call ``look`` in a new process; call ``done`` with its result once, without ranks if it takes too long."""
-    fd_in, fd_out = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _run(parent, fd_out, look)
-        finally:
-            os._exit(1)
-    os.close(fd_out)
-    os.set_blocking(fd_in, False)
-    received: "List[bytes]" = []
+class Looks:
+    """The looks of one process. ``pids``: the processes of those that have no result yet."""
 
-    def finish() -> None:
-        loop.unwatch(fd_in)
-        os.close(fd_in)
-        loop.cancel(timer)
-        teardown.send_signal(pid, signal.SIGKILL)  # reaped with the supervisor's other children
-        try:
-            result = json.loads(b"".join(received).decode("utf-8"))
-        except ValueError:
-            result = {"ranks": [], "load": None, "error": "no result within %d s" % _DEADLINE_S}
-        done(result)
+    def __init__(self, loop: "Loop") -> None:
+        self.pids: "Set[int]" = set()
+        self._loop = loop
 
-    def read() -> None:
-        while True:
+    def start(self, look: "Callable[[], Dict[str, Any]]", done: "Callable[[Dict[str, Any]], None]") -> None:
+        """Call ``look`` in a new process; call ``done`` with its result once, without ranks if it takes too long."""
+        fd_in, fd_out = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
             try:
-                data = os.read(fd_in, 65536)
-            except BlockingIOError:
-                return
-            if not data:
-                finish()
-                return
-            received.append(data)
+                _run(parent, fd_out, look)
+            finally:
+                os._exit(1)
+        os.close(fd_out)
+        os.set_blocking(fd_in, False)
+        self.pids.add(pid)
+        received: "List[bytes]" = []
 
-    timer = loop.after(_DEADLINE_S, finish)
-    loop.watch(fd_in, IN, read)
+        def finish() -> None:
+            self._loop.unwatch(fd_in)
+            os.close(fd_in)
+            self._loop.cancel(timer)
+            teardown.send_signal(pid, signal.SIGKILL)  # reaped with the other children
+            self.pids.discard(pid)
+            try:
+                result = json.loads(b"".join(received).decode("utf-8"))
+            except ValueError:
+                result = {"ranks": [], "load": None, "error": "no result within %d s" % _DEADLINE_S}
+            done(result)
+
+        def read() -> None:
+            while True:
+                try:
+                    data = os.read(fd_in, 65536)
+                except BlockingIOError:
+                    return
+                if not data:
+                    finish()
+                    return
+                received.append(data)
+
+        timer = self._loop.after(_DEADLINE_S, finish)
+        self._loop.watch(fd_in, IN, read)
 
 
 def _run(parent: int, fd_out: int, look: "Callable[[], Dict[str, Any]]") -> None:
