@@ -13,7 +13,7 @@ from tests.integration.ranks_driver import go, node, with_fake_torch
 from tests.integration.test_ranks import wait_dead
 
 SLEEP = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
-WORDS = {"reason": "Slurm is ending job 7: it was cancelled, or it reached its time limit"}
+REPORT = {"reason": "Slurm is ending job 7: it was cancelled, or it reached its time limit", "killed": False}
 
 
 @pytest.fixture
@@ -32,5 +32,5 @@ def test_the_guard_reports_it_for_a_suspended_supervisor(folder: Path) -> None:
         for each in (supervisor, guard):
             os.kill(each, signal.SIGTERM)
         here.wait(lambda n: n.over is not None)
-        assert here.data("stopping") == [WORDS]
+        assert here.data("stopping") == [REPORT]
         wait_dead({guard, supervisor, rank})
