@@ -80,7 +80,7 @@ def open_copy(board: BoardApp, uuids: Sequence[str]) -> None:
             known = board.core.nodes[node]
             makers[f"ssh {node}"] = lambda known=known: ssh_line(known)  # type: ignore[misc]
             options.append((f"ssh {node}", f"ssh command for {node}"))
-    held = {lease.id: lease for uuid, _ in places for lease in scene.leases_on(uuid) if scene.is_mine(lease)}
+    held = {lease.id: lease for uuid, _ in places for lease in scene.leases_on(uuid) if lease.mine}
     options += lease_options(list(held.values()), makers)
     title = f"Copy for {picks_of(uuids, scene)[0]}"
     _offer(board, title if len(title) < 70 else f"Copy for {len(places)} GPUs", options, makers)
@@ -93,7 +93,7 @@ def copy_lease(board: BoardApp, lease: Lease) -> None:
         "gpus": lambda: places_words(lease.gpus),
         "uuids": lambda: ",".join(gpu.uuid for gpu in lease.gpus),
     }
-    options = lease_options([lease], makers) if board.scene and board.scene.is_mine(lease) else []
+    options = lease_options([lease], makers) if lease.mine else []
     options += [("id", f"its id: {lease.id}"), ("gpus", f"its GPUs: {places_words(lease.gpus)}"), ("uuids", "UUIDs")]
     _offer(board, f"Copy for lease {lease.id}", options, makers)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -74,7 +73,7 @@ class Scene:
     @cached_property
     def by_lease(self) -> dict[str, Lease]:
         """Every lease by its id; where two users have a lease with one id, the caller's."""
-        return {lease.id: lease for lease in sorted(self.leases.leases, key=self.is_mine)}
+        return {lease.id: lease for lease in sorted(self.leases.leases, key=lambda lease: lease.mine)}
 
     @cached_property
     def by_gpu(self) -> dict[str, list[Lease]]:
@@ -99,28 +98,11 @@ class Scene:
         simulated = any(node.source == "simulated" for node in self.snapshot.nodes)
         return "  ".join(filter(None, (self._label, "SIMULATED" if simulated else "")))
 
-    def is_mine(self, lease: Lease) -> bool:
-        """Return whether we own a lease: its uid was read on its first node and is compared with ours there.
-
-        On another node the same uid can belong to another user. For Slurm's jobs our local uid counts.
-        """
-        if lease.job is not None:
-            return lease.uid == os.geteuid()
-        return self.uids.get(lease.gpus[0].node) == lease.uid
-
     def own_nodes(self) -> set[str]:
         """Return the nodes on which the caller has a lease, or a process on a GPU."""
-        found = {gpu.node for lease in self.leases.leases if self.is_mine(lease) for gpu in lease.gpus}
+        found = {gpu.node for lease in self.leases.leases if lease.mine for gpu in lease.gpus}
         for node in self.snapshot.nodes:
             uid = self.uids.get(node.name)
             if uid is not None and any(process.uid == uid for gpu in node.gpus for process in gpu.processes or ()):
                 found.add(node.name)
         return found
-
-    def may_end(self, lease: Lease) -> bool:
-        """Return whether we may end a lease: one of our own, or any as root."""
-        if self.is_mine(lease):
-            return True
-        if lease.job is not None:
-            return os.geteuid() == 0
-        return all(self.uids.get(gpu.node) == 0 for gpu in lease.gpus)

@@ -112,6 +112,7 @@ class CompositeLedger:
             lists[0],
             leases=[lease for each in lists for lease in each.leases],
             unread=[name for each in lists for name in each.unread],
+            outdated=[kind for each in lists for kind in each.outdated],
         )
 
     def find(self, ids: Sequence[str]) -> Found:
@@ -165,4 +166,4 @@ class CompositeLedger:
         return self._ledgers[-1], {node.name for node in nodes}
 
     def _owner(self, lease: Lease) -> Ledger:
-        return next(ledger for ledger in self._ledgers if ledger.owns(lease))
+        return next(ledger for ledger in self._ledgers if ledger.kind == lease.ledger)

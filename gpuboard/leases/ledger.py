@@ -127,6 +127,7 @@ class Allocator(Protocol):
 class Ledger(Protocol):
     """Records leases. All its methods block; see the module's docstring."""
 
+    kind: str  # of each of its leases, `Lease.ledger`; differs between ledgers: "slurm"
     name: str  # in messages: "Slurm"
     names_gpus: bool  # whether :meth:`plan` names the GPUs; otherwise the ledger chooses them at the start
 
@@ -139,9 +140,6 @@ class Ledger(Protocol):
         Of several ledgers the first that covers a node has it. ``ask`` False: only from what is already known, without
         waiting.
         """
-
-    def owns(self, lease: Lease) -> bool:
-        """Return whether a lease is recorded in this ledger: exactly one of those in use."""
 
     def allocator(self, scope: Scope, *, options: JobOptions, progress: Progress) -> Allocator:
         """Return the allocator for the nodes of ``scope`` that this ledger covers. Raises UsageError."""

@@ -27,7 +27,10 @@ class LeaseHolder(msgspec.Struct, frozen=True, gc=False):
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
-    """A reservation: owner, GPUs, start and end."""
+    """A reservation: owner, GPUs, start and end.
+
+    ``mine``, ``may_end``: whether the caller owns it and may end it, as its ledger tells.
+    """
 
     id: str
     owner: str
@@ -42,6 +45,9 @@ class Lease(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
     flags: list[str] = []
     remaining_s: float = 0.0
     nodes: list[str] = []  # every node it covers, including nodes without a reading
+    ledger: str = "nodes"  # where it is recorded (the ledger's `kind`)
+    mine: bool = False
+    may_end: bool = False
 
 
 class LeaseList(msgspec.Struct, frozen=True, gc=False):
@@ -51,6 +57,7 @@ class LeaseList(msgspec.Struct, frozen=True, gc=False):
     at: str
     leases: list[Lease]
     unread: list[str] = []  # nodes whose claims could not be read: their leases are missing
+    outdated: list[str] = []  # ledgers without a current answer: leases of theirs may be missing
 
 
 def gpus_text(gpus: Sequence[LeaseGpu]) -> str:

@@ -59,6 +59,7 @@ def to_tree(frame: Frame, before: Tree = None, *, commands: bool = False) -> Tre
         "nodes": nodes,
         "leases": leases["leases"],
         "unread": leases["unread"],
+        "outdated": leases["outdated"],
         "uids": frame.uids,
     }
 
@@ -81,7 +82,13 @@ class Restorer:
         return Frame(
             at,
             Snapshot(1, text, convert(tree.get("cluster"), str), nodes, scheduler),
-            LeaseList(1, text, leases, convert(tree.get("unread"), list[str])),
+            LeaseList(
+                1,
+                text,
+                leases,
+                convert(tree.get("unread"), list[str]),
+                convert(tree.get("outdated", []), list[str]),
+            ),
             convert(tree.get("uids"), dict[str, int]),
         )
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from textual.pilot import Pilot
 
 from gpuboard.board.app import BoardApp, SceneChanged
@@ -133,9 +134,13 @@ def lease(name: str, owner: str, gpus: Sequence[tuple[str, int]], uid: int = 100
 
 
 def scene(*nodes: NodeView, leases: Sequence[Lease] = (), at: str = AT, **changes: Any) -> Scene:
-    """Return a scene of these nodes."""
+    """Return a scene of these nodes. The caller's leases are those of ``uids``, the caller's uid on each node."""
     values: dict[str, Any] = {"uids": {}} | changes
-    return Scene(Snapshot(1, at, "lab", list(nodes)), LeaseList(1, at, list(leases)), **values)
+    found = []
+    for one in leases:
+        mine = one.mine or any(values["uids"].get(gpu.node) == one.uid for gpu in one.gpus)
+        found.append(msgspec.structs.replace(one, mine=mine, may_end=mine))
+    return Scene(Snapshot(1, at, "lab", list(nodes)), LeaseList(1, at, found), **values)
 
 
 def crowd(nodes: int, each: int = 8, seed: int = 0) -> Scene:

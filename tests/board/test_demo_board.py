@@ -79,7 +79,7 @@ def test_everything_the_board_can_show_is_there_after_two_minutes(make: Callable
     assert states == {"free", "reserved", "busy", "occupied", "mig", "broken"}
     assert flags >= {"rogue", "sick", "overdue", "mig"}
     assert {lease.owner for lease in scene.leases.leases} >= {"alice", "carol", "erin", "frank"}
-    assert all(not scene.is_mine(lease) for lease in scene.leases.leases)
+    assert all(not lease.mine for lease in scene.leases.leases)
     wide = scene.by_lease["h4t9wd"]
     assert ({g.node for g in wide.gpus}, len(wide.gpus), wide.flags) == ({"sim01", "sim02"}, 8, [])
     lost = gpu(scene, "sim03", 11).gpu

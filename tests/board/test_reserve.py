@@ -81,7 +81,7 @@ async def test_reserves_the_selected_gpus(tmp_path: Path) -> None:
         assert app.scene is not None
         [lease] = app.scene.leases.leases
         assert (lease.holder, lease.purpose) == (None, "a [b]test[/b]")
-        assert ([gpu.index for gpu in lease.gpus], app.scene.is_mine(lease)) == ([0], True)
+        assert ([gpu.index for gpu in lease.gpus], lease.mine) == ([0], True)
         assert 5300 < lease.remaining_s <= 5400
         assert lab.claims(tmp_path) == [f"{lease.id}: sim01-0"]
         [note] = [note for note in app._notifications if note.title == f"Reserved: {lease.id}"]

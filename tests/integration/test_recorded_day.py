@@ -134,6 +134,7 @@ def test_a_day_is_replayed_as_it_was(slurm: SlurmCluster, tmp_path: Path) -> Non
     slurm_lines = {name: [line for line in scene.banners if "Slurm" in line] for name, scene in shown.items()}
     assert [name for name, lines in slurm_lines.items() if lines] == ["outage"]
     assert slurm_lines["outage"][0].startswith("no answer from Slurm for ")
+    assert {name for name, scene in shown.items() if scene.leases.outdated == ["slurm"]} == {"outage"}
     assert "free" not in [gpu.state for node in shown["outage"].snapshot.nodes for gpu in node.gpus]
 
     # its list of events

@@ -8,8 +8,8 @@ import msgspec
 
 from gpuboard.board.overview.damper import CALM_S, MOST, WINDOW_S, Damper
 from gpuboard.board.overview.events import Baseline, ClusterEvent, look, merged
-from gpuboard.model.lease import Lease
-from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
+from gpuboard.model.lease import Lease, LeaseList
+from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot, XidView
 from gpuboard.model.units import iso, seconds_of
 from tests.board import made
 
@@ -24,11 +24,16 @@ class Watch:
         self.now = seconds_of(made.AT)
 
     def look(
-        self, *nodes: NodeView, leases: Sequence[Lease] = (), unread: Sequence[str] = (), **changes: object
+        self,
+        *nodes: NodeView,
+        leases: Sequence[Lease] = (),
+        unread: Sequence[str] = (),
+        outdated: Sequence[str] = (),
+        **changes: object,
     ) -> list[ClusterEvent]:
         self.now += 1
         snapshot = replace(Snapshot(1, iso(self.now), "lab", list(nodes)), **changes)
-        found, self.seen = look(self.seen, snapshot, leases, unread)
+        found, self.seen = look(self.seen, snapshot, LeaseList(1, "", [*leases], [*unread], [*outdated]))
         return found
 
 
@@ -131,13 +136,13 @@ def test_leases_end_before_or_at_their_time() -> None:
     assert short(watch.look(up)) == [("expired", "gpu01", "0-1", "alice", "lease k3f0: 2 GPUs")]
 
 
-def test_a_job_s_lease_stands_while_the_scheduler_does_not_answer() -> None:
+def test_a_lease_stands_while_its_ledger_does_not_answer() -> None:
     watch = Watch()
     up = node("gpu01", made.gpu("gpu01", 0))
-    lease = replace(made.lease("k3f0", "alice", [("gpu01", 0)]), job="15")
+    lease = replace(made.lease("k3f0", "alice", [("gpu01", 0)]), job="15", ledger="slurm")
     watch.look(up, leases=[lease])
-    assert watch.look(up, scheduler=SchedulerView("slurm", 95.0, "timeout")) == []
-    assert [event.kind for event in watch.look(up, scheduler=SchedulerView("slurm", 1.0, current=True))] == ["ended"]
+    assert watch.look(up, outdated=["slurm"]) == []
+    assert [event.kind for event in watch.look(up)] == ["ended"]
 
 
 def test_unchanged_nodes_are_not_searched() -> None:

@@ -270,6 +270,23 @@ def test_a_forged_id_is_a_lease_of_its_own() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("uids", "mine", "may_end"),
+    [
+        ({"gpu01": 1001, "gpu02": 2002}, True, True),
+        ({"gpu01": 2002, "gpu02": 1001}, False, False),  # on the other node the claim's uid is another user's
+        ({"gpu02": 1001}, False, False),  # who the caller is on gpu01 is not known
+        ({}, False, False),
+        ({"gpu01": 0, "gpu02": 0}, False, True),  # root may end it, and yet does not hold it
+        ({"gpu01": 0, "gpu02": 1002}, False, False),  # root on one of its nodes only
+    ],
+)
+def test_a_lease_is_the_caller_s_by_the_uids_on_its_nodes(uids: dict[str, int], mine: bool, may_end: bool) -> None:
+    claims = {"gpu01": [claim("k3f9", "GPU-a")], "gpu02": [claim("k3f9", "GPU-c", uid=2002)]}
+    [lease] = ledger.leases_of(claims, INDEX, 0.0, uids=uids)
+    assert (lease.mine, lease.may_end, lease.ledger) == (mine, may_end, "nodes")
+
+
 def test_dead_claims_and_garbage_make_no_lease() -> None:
     found = {"gpu01": [claim("a", "GPU-a", state="lapsed"), claim("b", "GPU-b", state="garbage")]}
     assert ledger.leases_of(found, INDEX, 0.0) == []

@@ -59,7 +59,7 @@ def _lease_of(uuids: Sequence[str], scene: Scene) -> str | None:
     """Return our lease on these GPUs: the one on a single GPU, or the one of exactly these."""
     for lease in scene.leases.leases:
         held = {gpu.uuid for gpu in lease.gpus}
-        if scene.is_mine(lease) and (held == set(uuids) or (len(uuids) == 1 and uuids[0] in held)):
+        if lease.mine and (held == set(uuids) or (len(uuids) == 1 and uuids[0] in held)):
             return lease.id
     return None
 
@@ -158,7 +158,7 @@ class LaunchDialog(Dialog[str]):
 
     def _lease(self, text: str) -> Lease | None:
         lease = self._scene.by_lease.get(text)
-        return lease if lease is not None and self._scene.is_mine(lease) else None
+        return lease if lease is not None and lease.mine else None
 
     def show(self, scene: Scene) -> None:
         """Ask again: free GPUs may have changed."""

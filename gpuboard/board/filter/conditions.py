@@ -99,7 +99,7 @@ def _is_mine(node: NodeView, gpu: GpuView | None, scene: Scene) -> bool:
         return False
     uid = scene.uids.get(node.name)
     return (
-        any(scene.is_mine(lease) for uuid in _uuids(gpu) for lease in scene.leases_on(uuid))
+        any(lease.mine for uuid in _uuids(gpu) for lease in scene.leases_on(uuid))
         or any(process.uid == uid for process in gpu.processes or () if uid is not None)
         or any(job.user == own_name() for job in _held_by(gpu))
     )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 import msgspec
 
 from gpuboard.model.gpu import xid_words
-from gpuboard.model.lease import Lease
+from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 from gpuboard.model.units import format_duration, ranges, seconds_of
 
@@ -51,13 +51,8 @@ class Baseline(msgspec.Struct, frozen=True, gc=False):
     started: bool = False
 
 
-def look(
-    seen: Baseline, snapshot: Snapshot, leases: Iterable[Lease], unread: Collection[str]
-) -> tuple[list[ClusterEvent], Baseline]:
-    """Return what has happened since ``seen``, each event of one node or lease, and what to compare with next.
-
-    ``unread``: nodes whose leases are unknown.
-    """
+def look(seen: Baseline, snapshot: Snapshot, leases: LeaseList) -> tuple[list[ClusterEvent], Baseline]:
+    """Return what has happened since ``seen``, each event of one node or lease, and what to compare with next."""
     at = snapshot.at
     events: list[ClusterEvent] = []
     nodes, up, since, bad = dict(seen.nodes), dict(seen.up), dict(seen.down_since), set(seen.bad)
@@ -82,7 +77,7 @@ def look(
             bad.update(gpu.uuid for gpu in node.gpus if gpu.state == "broken")
         elif last.gpus is not node.gpus:
             events += _of_gpus(last, node, at, bad)
-    ended, known = _of_leases(seen, snapshot, leases, unread)
+    ended, known = _of_leases(seen, snapshot, leases)
     return events + ended, Baseline(nodes, up, since, frozenset(bad), known, started=True)
 
 
@@ -156,18 +151,17 @@ def _kind_of(reason: str) -> str:
 
 
 def _of_leases(
-    seen: Baseline, snapshot: Snapshot, leases: Iterable[Lease], unread: Collection[str]
+    seen: Baseline, snapshot: Snapshot, leases: LeaseList
 ) -> tuple[list[ClusterEvent], dict[tuple[str, str], Lease]]:
     """Return the leases that have ended as events, and those that stand or may still stand."""
-    known = {(lease.id, lease.owner): lease for lease in leases}
-    hidden = set(unread)
-    doubtful = snapshot.scheduler is not None and not snapshot.scheduler.current
+    known = {(lease.id, lease.owner): lease for lease in leases.leases}
+    hidden = set(leases.unread)
     events = []
     for key, lease in seen.leases.items():
         if key in known:
             continue
         nodes = tuple(dict.fromkeys([*(gpu.node for gpu in lease.gpus), *lease.nodes]))
-        if not hidden.isdisjoint(nodes) or (lease.job is not None and doubtful):
+        if not hidden.isdisjoint(nodes) or lease.ledger in leases.outdated:
             known[key] = lease
             continue
         left_s = seconds_of(lease.until) - seconds_of(snapshot.at)

@@ -29,7 +29,7 @@ class EventLog:
 
     def add(self, snapshot: Snapshot, leases: LeaseList, now: float) -> None:
         """Add what has happened since the snapshot before. ``now``: monotonic seconds."""
-        found, self._seen = look(self._seen, snapshot, leases.leases, leases.unread)
+        found, self._seen = look(self._seen, snapshot, leases)
         self._store.add(merged(self._damper.listed(found, now)))
 
     @property

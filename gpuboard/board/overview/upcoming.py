@@ -51,7 +51,7 @@ class Upcoming:
                 for gpu in lease.gpus:
                     nodes.setdefault(gpu.node, []).extend([] if gpu.index is None else [gpu.index])
                 place = _place(nodes)
-                found.append(UpcomingEnd(until, lease.owner, lease.id, len(lease.gpus), place, scene.is_mine(lease)))
+                found.append(UpcomingEnd(until, lease.owner, lease.id, len(lease.gpus), place, lease.mine))
         on: dict[str, dict[str, list[int]]] = {}
         views: dict[str, JobView] = {}
         kept = {}

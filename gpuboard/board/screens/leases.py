@@ -279,7 +279,7 @@ class LeasesScreen(FilteredScreen):
             return
         lease, scene = one.lease, self.board.scene
         assert scene is not None
-        if not scene.may_end(lease):
+        if not lease.may_end:
             self._refuse(lease, "release")
             return
         now = time.time()

@@ -64,7 +64,7 @@ def _held(lease: Lease, scene: Scene) -> HeldLease:
     gpus = [place.gpu for place in places]
     return HeldLease(
         lease,
-        scene.is_mine(lease),
+        lease.mine,
         seconds_of(lease.since),
         seconds_of(lease.until),
         gpus,

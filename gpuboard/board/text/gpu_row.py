@@ -46,7 +46,7 @@ def row_key(item: Shown) -> str:
 def owner(gpu: GpuView, scene: Scene) -> tuple[str, str]:
     """Return the users of a GPU, and their role."""
     if users := users_of(gpu, scene):
-        mine = any(scene.is_mine(lease) for lease in scene.leases_on(gpu.uuid))
+        mine = any(lease.mine for lease in scene.leases_on(gpu.uuid))
         return ", ".join(users), "mine" if mine else ""
     if gpu.processes is None or gpu.state == "occupied":
         return UNKNOWN, "unknown"

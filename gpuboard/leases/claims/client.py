@@ -297,7 +297,7 @@ def leases_of(
 
     ``claims``: by node, only of nodes that were read; ``index``: NVML's by node and UUID; ``now``: epoch seconds here,
     to which the claims' remaining times refer; ``alive``: whether a holder is alive, None if unknown here; ``uids``:
-    the caller's uid on each node.
+    the caller's uid on each node; root may end leases of others.
 
     A lease is identified by id and owner: one id with two owners is two leases, one of them a forgery. On each node the
     kernel gives the owner; across nodes the displayed name (with `[users]` aliases) identifies it, because a user's
@@ -312,7 +312,14 @@ def leases_of(
             if claim.state == "live":
                 owner = None if uids is not None and claim.uid == uids.get(node) else claim.owner
                 groups.setdefault((claim.lease, owner), []).append((node, claim))
-    return [_lease(found, claims.keys(), index, now, alive) for found in groups.values()]
+    return [
+        msgspec.structs.replace(
+            _lease(found, claims.keys(), index, now, alive),
+            mine=owner is None,
+            may_end=owner is None or (uids is not None and all(uids.get(node) == 0 for node, _ in found)),
+        )
+        for (_, owner), found in groups.items()
+    ]
 
 
 def _within(seconds: float) -> float:

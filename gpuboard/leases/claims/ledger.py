@@ -46,6 +46,7 @@ class ClaimsLedger:
     wait for readings (a command shows its progress); ``warn`` receives warnings.
     """
 
+    kind = "nodes"
     name = "claims on the nodes"
     names_gpus = True
 
@@ -76,10 +77,6 @@ class ClaimsLedger:
     def covers(self, nodes: Sequence[Node], *, ask: bool = True) -> Collection[str]:
         """Return all of them: any node can have claims."""
         return [node.name for node in nodes]
-
-    def owns(self, lease: Lease) -> bool:
-        """Return whether a lease consists of claims, not of a scheduler's job."""
-        return lease.job is None
 
     def allocator(self, scope: Scope, *, options: JobOptions, progress: Progress) -> ClaimsAllocator:
         """Return the allocator for the nodes of ``scope``. Raises UsageError for options of a scheduler's job."""

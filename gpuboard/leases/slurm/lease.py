@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from gpuboard import paths
 from gpuboard.agent.proc import user_name
@@ -21,6 +22,14 @@ from gpuboard.nodesets import listed
 from gpuboard.scheduler.slurm import sbatch_args
 from gpuboard.scheduler.slurm.client import Jobs, JobState
 from gpuboard.scheduler.slurm.service import outdate
+
+KIND = "slurm"  # Lease.ledger
+
+
+def ownership(uid: int) -> dict[str, Any]:
+    """Return the fields of a lease that tell whose it is: users have the same uid on all of Slurm's hosts."""
+    own = uid == os.geteuid()
+    return {"ledger": KIND, "mine": own, "may_end": own or os.geteuid() == 0}
 
 
 def lease_of(
@@ -48,6 +57,7 @@ def lease_of(
         job=str(job.number),
         remaining_s=left_s,
         nodes=sorted({gpu.node for gpu in gpus}),
+        **ownership(job.uid),
     )
 
 

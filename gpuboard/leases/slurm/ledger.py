@@ -23,7 +23,7 @@ from gpuboard.leases.ledger import (
     Scope,
     not_yours,
 )
-from gpuboard.leases.slurm.lease import end, find, gpus_of, known_holder, lease_of, renew
+from gpuboard.leases.slurm.lease import KIND, end, find, gpus_of, known_holder, lease_of, renew
 from gpuboard.leases.slurm.schedule import leases, schedule_of
 from gpuboard.leases.terms import stored_rank_map
 from gpuboard.model.lease import Lease, LeaseList
@@ -53,6 +53,7 @@ class SlurmLedger:
     ``running``: a running fleet (the board's), whose schedule, if it has one, replaces a query to Slurm.
     """
 
+    kind = KIND
     name = SLURM
     names_gpus = False
 
@@ -92,10 +93,6 @@ class SlurmLedger:
 
         return scheduler_names(nodes, schedule_of(self._scheduler), self._settings)
 
-    def owns(self, lease: Lease) -> bool:
-        """Return whether a lease is a Slurm job."""
-        return lease.job is not None
-
     def allocator(self, scope: Scope, *, options: JobOptions, progress: Progress) -> SlurmAllocator:
         """Return the allocator for Slurm jobs. Raises UsageError for options that may not be passed to sbatch."""
         from gpuboard.leases.slurm.allocator import SlurmAllocator
@@ -130,7 +127,9 @@ class SlurmLedger:
                     found = self._with_own(found)
                 except NoNodeReached as error:
                     self._warn(str(error))
-        return LeaseList(schema=1, at=iso(now), leases=found)
+        seen = snapshot.scheduler
+        outdated = [KIND] if seen is not None and not seen.current else []
+        return LeaseList(schema=1, at=iso(now), leases=found, outdated=outdated)
 
     def find(self, ids: Sequence[str]) -> Found:
         """Return the caller's leases. Inside a job Slurm is queried only for ids that may be jobs."""

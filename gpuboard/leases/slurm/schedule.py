@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from gpuboard.errors import NoNodeReached
 from gpuboard.leases.claims.client import LONGEST_S
+from gpuboard.leases.slurm.lease import ownership
 from gpuboard.model.lease import Lease, LeaseGpu
 from gpuboard.model.schedule import Schedule, SchedulerJob
 from gpuboard.model.snapshot import GpuView, Snapshot
@@ -81,6 +82,7 @@ def _lease(
         flags=[] if job.state == "running" else [clean(job.state, 40)],
         remaining_s=max(0.0, until - now),
         nodes=sorted({clean(grant.node, 253) for grant in job.grants}),
+        **ownership(job.uid),
     )
 
 

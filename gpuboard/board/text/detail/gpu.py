@@ -55,7 +55,7 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
         words = lease_id if lease is None else f"{lease_id} of {lease.owner}, {format_duration(lease.remaining_s)} left"
         if lease is not None and lease.purpose:
             words += f": {lease.purpose}"
-        lines += named("Lease", words, "mine" if lease is not None and scene.is_mine(lease) else "", width)
+        lines += named("Lease", words, "mine" if lease is not None and lease.mine else "", width)
     now = seconds_of(scene.snapshot.at) if gpu.jobs else 0.0
     for job in gpu.jobs:
         words = f"{job.id} of {job.user} in {job.partition or 'no partition'}"
