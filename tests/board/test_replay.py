@@ -40,8 +40,8 @@ def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
             second = made.unread("gpu02")
         first = made.node("gpu01", [made.busy("gpu01", 0, utilization=minute % 60), made.gpu("gpu01", 1)])
         leases = [made.lease("k3f9", "alice", [("gpu01", 1)])] if minute < 60 else []
-        scene = made.scene(first, second, leases=leases, at=iso(at))
-        writer.add(Frame(at, scene.snapshot, scene.leases, {"gpu01": 1001}))
+        scene = made.scene(first, second, leases=leases, at=iso(at), uids={"gpu01": 1001})
+        writer.add(Frame(at, scene.snapshot, scene.leases, scene.uids))
     writer.close()
     return path
 
