@@ -8,7 +8,7 @@ import time
 
 MYPY = False
 if MYPY:
-    from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+    from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
     class ProcessStat(NamedTuple):
         """A line of /proc/PID/stat (proc(5))."""
@@ -243,8 +243,9 @@ def pci_slot(address: "Tuple[int, ...]") -> "Tuple[Optional[int], Optional[str]]
 class Processes:
     """Facts about processes; constant ones are read once per process."""
 
-    def __init__(self, root: str = "/proc") -> None:
+    def __init__(self, root: str = "/proc", clock: "Callable[[], float]" = time.monotonic) -> None:
         self.root = root
+        self._clock = clock
         self._known: "Dict[int, Tuple[Tuple[str, int, int], Dict[str, Any]]]" = {}
         self._loads: "Dict[int, _Load]" = {}
         self._names: "Dict[int, str]" = {}
@@ -268,7 +269,7 @@ class Processes:
             self._known.pop(pid, None)
             self._loads.pop(pid, None)
             return process
-        self._measure(pid, stat, time.monotonic())
+        self._measure(pid, stat, self._clock())
         key = (stat.name, stat.start, uid)
         known = self._known.get(pid)
         if known is None or known[0] != key:

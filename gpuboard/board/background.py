@@ -20,10 +20,11 @@ REST = 9  # pause after work whose thread competes with the UI for Python's lock
 class Background(Generic[T]):
     """Runs ``work`` in a thread, one piece at a time. All methods and callbacks run in the UI's thread."""
 
-    def __init__(self, owner: MessagePump, *, rest: float = 0) -> None:
+    def __init__(self, owner: MessagePump, *, rest: float = 0, clock: Callable[[], float] = time.monotonic) -> None:
         """``owner``: the app or one of its widgets. ``rest``: length of the pause after work, as a multiple of it."""
         self._owner = owner
         self._rest = rest
+        self._clock = clock
         self._rest_until = 0.0  # monotonic
         self._again: Callable[[], object] | None = None
         self.busy = False
@@ -31,7 +32,7 @@ class Background(Generic[T]):
     @property
     def rested(self) -> bool:
         """Whether nothing runs and the pause after the last work is over."""
-        return not self.busy and time.monotonic() >= self._rest_until
+        return not self.busy and self._clock() >= self._rest_until
 
     def ask(
         self,
@@ -49,10 +50,10 @@ class Background(Generic[T]):
             self._again = again or self._again
             return
         self.busy, self._again = True, None
-        began = time.monotonic()
+        began = self._clock()
 
         def done(callback: Callable[[], object]) -> None:
-            now = time.monotonic()
+            now = self._clock()
             self._rest_until = now + self._rest * (now - began)
             self.busy = False
             callback()

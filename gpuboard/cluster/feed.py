@@ -109,7 +109,7 @@ class NodeFeed:
     def open(self) -> None:
         """Start connecting and return; does nothing where no route is permitted."""
         with self._lock:
-            self._open()
+            self._open(time.monotonic())
 
     def permit(self, *, ssh: bool, jobs: Sequence[str], visits: Sequence[str] = (), known_as: str = "") -> None:
         """Set the permitted routes to the node: ssh, and steps of these jobs of this user.
@@ -130,7 +130,7 @@ class NodeFeed:
             ):
                 self._drop_link()
                 self.facts = msgspec.structs.replace(self.facts, closed=False, error=None)
-                self._open()
+                self._open(time.monotonic())
 
     def close(self) -> None:
         """End the link and open no other."""
@@ -158,20 +158,20 @@ class NodeFeed:
                 link.look(now)
         with self._lock:
             if self.retry_at is not None and now >= self.retry_at:
-                self._open()
+                self._open(now)
             elif self._interval_s is not None and self._routes.agent_is_due(self._route, now) and not self._waiting:
                 self._drop_link()
-                self._open()
+                self._open(now)
 
-    def _open(self) -> None:
+    def _open(self, now: float) -> None:
         """Open a link over the route that is next. The lock is held, here and in ``_drop_link``."""
         self.retry_at = None
-        route = self._routes.next(time.monotonic())
+        route = self._routes.next(now)
         if route is None or self._closed:
             return
         self._route = route
         self._number += 1
-        self._opened_at = time.monotonic()
+        self._opened_at = now
         self._waiting = True
         listener, ended = partial(self._message, self._number), partial(self._ended, self._number)
         host = self.node.host
@@ -283,7 +283,7 @@ class NodeFeed:
                 error = self._without_python(error)
             self.failure = error
             if wait_s == 0.0:
-                self._open()
+                self._open(now)
                 return
             self._failures = 1 if now - self._opened_at > self._timing.steady_s else self._failures + 1
             if error.kind == "limits":  # distrust everything that it has sent

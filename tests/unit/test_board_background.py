@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from gpuboard.board import background
 from gpuboard.board.background import Background
 from gpuboard.errors import GpuboardError
 
@@ -88,10 +86,9 @@ def test_an_error_ends_the_work_and_is_shown(app: FakeApp, work: Background[int]
     assert (failures, values, len(app.toasts)) == (["no such folder"], [], 1)
 
 
-def test_a_pause_in_proportion_to_the_work(app: FakeApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_in_proportion_to_the_work(app: FakeApp) -> None:
     clock = iter([100.0, 100.0, 102.0, 119.9, 120.0])
-    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    work: Background[int] = Background(cast("Any", app), rest=9)
+    work: Background[int] = Background(cast("Any", app), rest=9, clock=lambda: next(clock))
     seen = [work.rested]
     work.ask(lambda: 1, lambda _: None)  # for two seconds
     seen.append(work.rested)

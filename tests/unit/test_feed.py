@@ -161,9 +161,7 @@ def test_a_link_that_becomes_narrower_is_noticed_and_remembered_over_connections
     one.close()
 
 
-def test_without_python_a_shell_is_opened_at_once_and_the_agent_tried_again_later(
-    connector: FakeConnector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_python_a_shell_is_opened_at_once_and_the_agent_tried_again_later(connector: FakeConnector) -> None:
     it = feed(connector)
     it.open()
     connector.links[0].drop(NO_PYTHON)
@@ -174,7 +172,6 @@ def test_without_python_a_shell_is_opened_at_once_and_the_agent_tried_again_late
     connector.links[1].last_line = later
     it.check(later - 10)
     assert len(connector.links) == 2
-    monkeypatch.setattr(time, "monotonic", lambda: later)
     it.check(later)
     assert connector.taken[2:] == ["agent ssh"]
     connector.links[2].drop(NO_PYTHON)

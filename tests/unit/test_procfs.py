@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -174,11 +173,10 @@ def test_this_process_and_a_real_child() -> None:
     assert (seen["uid"], seen["name"], seen["command"], seen["lease"]) == (os.getuid(), "cat", "cat", "abcd")
 
 
-def test_cpu_time_of_a_reused_pid_begins_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_time_of_a_reused_pid_begins_again(root: Path) -> None:
     """CPU utilization is the difference of two descriptions of one process, over ``CPU_SPAN_S`` at least."""
     times = iter((0.0, 0.1, 2.0, 2.1, 4.0, 5.0))
-    monkeypatch.setattr("gpuboard.agent.proc.time", SimpleNamespace(monotonic=lambda: next(times)))
-    processes, ticks = Processes(str(root)), os.sysconf("SC_CLK_TCK")
+    processes, ticks = Processes(str(root), lambda: next(times)), os.sysconf("SC_CLK_TCK")
     seen = []
     for cpu_s, start in ((5, 1), (6, 1), (8, 1), (9, 1), (8, 2), (8, 2)):
         folder = root / "7"

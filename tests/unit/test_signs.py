@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import pytest
-
-from gpuboard.agent.launch.watch import signs
 from gpuboard.agent.launch.watch.signs import QUIET_S, Signs
 
 READER = """
@@ -18,17 +14,16 @@ for line in open(0, "rb", 0):
 """
 
 
-def test_the_few_bytes_that_an_inspection_causes_are_no_activity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_few_bytes_that_an_inspection_causes_are_no_activity() -> None:
     """A thread of torch that answers for the first time reads the list of CPUs."""
     now = [1000.0]
-    monkeypatch.setattr(signs, "time", SimpleNamespace(monotonic=lambda: now[0]))
     events: list[object] = []
     with subprocess.Popen(
         [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        watched = Signs(lambda _, data: events.append(data["quiet_s"] is not None))
+        watched = Signs(lambda _, data: events.append(data["quiet_s"] is not None), lambda: now[0])
 
         def second(read: str = "/sys/devices/system/cpu/online 64") -> int:
             """Let the process read; return the bytes that were seen to move."""

@@ -36,14 +36,17 @@ class Signs:
     ``emit`` sends an event to the head; nothing is sent while all ranks are active.
     """
 
-    def __init__(self, emit: "Callable[[str, Dict[str, Any]], None]") -> None:
+    def __init__(
+        self, emit: "Callable[[str, Dict[str, Any]], None]", clock: "Callable[[], float]" = time.monotonic
+    ) -> None:
         self._emit = emit
+        self._clock = clock
         self._ranks: "Dict[int, _Rank]" = {}
         self._sampled = 0.0
 
     def follow(self, rank: int, pid: int) -> None:
         """Start to watch the process of a rank."""
-        self._ranks[rank] = _Rank(pid, time.monotonic())
+        self._ranks[rank] = _Rank(pid, self._clock())
 
     def ended(self, rank: int) -> None:
         """Stop to watch a rank."""
@@ -52,7 +55,7 @@ class Signs:
     def wrote(self, rank: int) -> None:
         """Record output of a rank, which is activity."""
         if rank in self._ranks:
-            self._ranks[rank].moved = time.monotonic()
+            self._ranks[rank].moved = self._clock()
 
     def recent(self, rank: int) -> "Tuple[float, int]":
         """Return the share of a core that a rank used between the two newest samples, and the bytes that it moved."""
@@ -60,7 +63,7 @@ class Signs:
 
     def sample(self) -> None:
         """Read the signs of every rank and report changes."""
-        now = time.monotonic()
+        now = self._clock()
         elapsed, self._sampled = now - self._sampled, now
         for rank, seen in self._ranks.items():
             state, cpu_s, transferred = _read(seen.pid)
