@@ -26,11 +26,11 @@ from gpuboard.board.widgets.grid import Grid
 from gpuboard.keeper import holder
 from gpuboard.launch.preflight.check import Check
 from gpuboard.launch.runs import folder as runs
-from gpuboard.launch.runs import index as run_index
 from gpuboard.launch.runs.folder import HeadProcess, RankView, RunFolder, RunView, VerdictView, runs_dir, this_head
 from gpuboard.launch.runs.index import Runbook, RunDetail, RunEntry
 from gpuboard.model.units import iso
 from tests.board import lab, made
+from tests.calls import calls_of
 from tests.integration.launch_lab import SLEEP, Launch
 from tests.waiting import Stopwatch
 
@@ -86,27 +86,20 @@ def test_live_runs_come_first_then_the_newest(env: dict[str, str]) -> None:
     assert [entry.view.id for entry in Runbook(env).read()] == ["raaa", "rccc", "rbbb"]
 
 
-def test_what_has_not_changed_is_not_read_again(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    real = runs.read_state
-
-    def counted(folder: Path) -> RunView | None:
-        read.append(folder.name)
-        return real(folder)
-
-    monkeypatch.setattr(run_index, "read_state", counted)
+def test_what_has_not_changed_is_not_read_again(env: dict[str, str]) -> None:
     for number in range(50):
         old(keep(env, view(f"rold{number}", "done")))
     live = view("rnew")
     folder = keep(env, live)
     book = Runbook(env)
-    assert len(book.read()) == len(read) == 51
-    read.clear()
-    assert len(book.read()) == 51
-    assert read == []
-    keep(env, msgspec.structs.replace(live, state="done"))
-    assert book.read()[0].view.state == "done"
-    assert read == ["rnew"]
+    with calls_of(runs.read_state) as read:
+        assert len(book.read()) == len(read) == 51
+        read.clear()
+        assert len(book.read()) == 51
+        assert read == []
+        keep(env, msgspec.structs.replace(live, state="done"))
+        assert book.read()[0].view.state == "done"
+        assert [call["folder"].name for call in read] == ["rnew"]
     (folder / "state.json").unlink()
     assert len(book.read()) == 50
     assert Runbook({"HOME": "/nonexistent"}).read() == []

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +16,7 @@ from gpuboard.agent.claims import store as claims
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper import holder, runtime_dir
 from gpuboard.keeper.timing import KeeperTiming
+from tests.calls import calls_of
 from tests.integration.keeper_lab import UUIDS, Lab, lab
 from tests.waiting import read_line, until
 
@@ -232,33 +231,29 @@ def test_released_lease_gets_no_heartbeat(lab: Lab) -> None:
     assert lab.held() == {"free1"}
 
 
-def test_lease_released_while_its_keeper_is_killed_is_no_loss(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_released_while_its_keeper_is_killed_is_no_loss(lab: Lab) -> None:
     lab.holding("free2")
     pid = lab.signal_keeper(signal.SIGSTOP)
-
-    def kill(connection: socket.socket, message: dict[str, Any]) -> None:
-        runtime_dir.send(connection, message)
-        os.kill(pid, signal.SIGKILL)
-
-    monkeypatch.setattr(keeper, "send", kill)
-    keeper.forget("free2", lab.env)
+    with calls_of(runtime_dir.send, lambda: os.kill(pid, signal.SIGKILL), at="return") as sent:
+        keeper.forget("free2", lab.env)
+    assert sent
     assert lab.records() == set()
     assert keeper.recover(lab.env) == []
 
 
-def test_lease_released_while_its_keeper_starts_is_removed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_released_while_its_keeper_starts_is_removed(lab: Lab) -> None:
     lab.holding("free3")
     lab.signal_keeper(signal.SIGKILL)
     until(lambda: not lab.keepers())
 
-    def late(folder: str) -> None:
-        """Find no keeper, and wait while one starts."""
-        monkeypatch.undo()
+    def start() -> None:
+        """Start a keeper, after none was found."""
         assert keeper.recover(lab.env) == []
         until(lambda: "free3: taken over" in lab.log())
 
-    monkeypatch.setattr(keeper, "connect", late)
-    keeper.forget("free3", lab.env)
+    with calls_of(runtime_dir.connect, start, at="return") as connected:
+        keeper.forget("free3", lab.env)
+    assert connected
     until(lambda: "free3: released by its owner" in lab.log())
     assert lab.records() == set()
 

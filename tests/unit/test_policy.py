@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -11,12 +9,12 @@ from hypothesis import strategies as st
 
 from gpuboard.errors import UsageError
 from gpuboard.leases.picks import parse_picks
-from gpuboard.leases.policy import choose as policy
-from gpuboard.leases.policy.candidates import Candidate, check
-from gpuboard.leases.policy.choose import choose
+from gpuboard.leases.policy.candidates import check
+from gpuboard.leases.policy.choose import choose, pair_scores
 from gpuboard.model.request import Choice, ChosenGpu, Pick, Refusal, Request
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.state import STATES
+from tests.calls import calls_of
 
 GIB = 2**30
 
@@ -99,17 +97,12 @@ def test_per_node_takes_exactly_this_many_on_each() -> None:
 
 
 @pytest.mark.parametrize("request_", [Request(n=400), Request(n=80, per_node=2), Request(n=80, max_nodes=20)])
-def test_the_links_of_each_node_are_evaluated_once(request_: Request, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluated: list[str] = []
-
-    def counted(free: Sequence[Candidate]) -> list[list[int]]:
-        evaluated.append(free[0].node)
-        return pair_scores(free)
-
-    pair_scores = policy.pair_scores
-    monkeypatch.setattr(policy, "pair_scores", counted)
+def test_the_links_of_each_node_are_evaluated_once(request_: Request) -> None:
     names = [f"gpu{number:03d}" for number in range(60)]
-    answer = choose(request_, cluster(*(node(name) for name in names)))
+    with calls_of(pair_scores) as calls:
+        answer = choose(request_, cluster(*(node(name) for name in names)))
+    evaluated = [call["gpus"][0].node for call in calls]
+    assert evaluated
     assert isinstance(answer, Choice)
     assert len(answer.gpus) == request_.n
     assert sorted(evaluated) == sorted(set(evaluated))

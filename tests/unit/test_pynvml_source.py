@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -115,6 +114,6 @@ def test_definitions_that_nothing_uses_and_only_those_are_left_out() -> None:
 
 
 def test_pynvml_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(FileNotFoundError, match="install nvidia-ml-py"):
         bundle.sources("node")

@@ -13,6 +13,7 @@ from asyncssh.config import SSHClientConfig
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.ssh.asyncssh_config import HostConfig
 from gpuboard.transport.ssh.resolve import Resolver, jump_chain, split
+from tests.calls import calls_of
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (openssh-client)")
 
@@ -83,21 +84,24 @@ def test_files_that_asyncssh_cannot_read_are_not_given_to_it(tmp_path: Path) -> 
     assert found.options["host_key_alias"] == "other"
 
 
-def test_ssh_is_not_run_for_plain_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssh_is_not_run_for_plain_files(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("Host a*\n  Port 99\n")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("ssh was asked"))
-    assert HostConfig(str(tmp_path / "config"), ["/none"]).host("abc").port == 99
+    with calls_of(subprocess.run) as calls:
+        assert HostConfig(str(tmp_path / "config"), ["/none"]).host("abc").port == 99
+    assert calls == []
 
 
-def test_answers_are_cached_until_a_file_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_cached_until_a_file_changes(folder: Path) -> None:
     kept = folder / "state" / "answers.json"
     first = Resolver(str(folder / "config"), cache=kept)
-    assert first.get("gpu01").user == "u1"
+    with calls_of(subprocess.run) as calls:
+        assert first.get("gpu01").user == "u1"
+    assert len(calls) == 1
     first.save()
     assert kept.stat().st_mode & 0o777 == 0o600
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("ssh was asked"))
+    with calls_of(subprocess.run) as calls:
         assert Resolver(str(folder / "config"), cache=kept).get("gpu01").user == "u1"
+    assert calls == []
     (folder / "d" / "0.conf").write_text("Host gpu01\n  User new\n")
     assert Resolver(str(folder / "config"), cache=kept).get("gpu01").user == "new"
     kept.write_text("{nonsense")

@@ -19,6 +19,7 @@ from gpuboard.launch.runs import folder as run_folder
 from gpuboard.launch.runs.control import ControlRequest, ControlServer, ask
 from gpuboard.launch.runs.folder import HeadProcess, RankView, RunFolder, RunState, RunView, find_run, read_runs
 from gpuboard.launch.runs.index import Runbook
+from tests.calls import calls_of
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_old_runs_are_deleted_but_none_that_may_be_in_progress(env: dict[str, st
     [lambda env: read_runs(env)[0], lambda env: next(e.view for e in Runbook(env).read() if e.written > 1)],
 )
 def test_a_run_that_ends_while_it_is_read_is_done(
-    env: dict[str, str], monkeypatch: pytest.MonkeyPatch, read: Callable[[dict[str, str]], RunView]
+    env: dict[str, str], read: Callable[[dict[str, str]], RunView]
 ) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     start = holder.identify(child.pid)
@@ -102,17 +103,16 @@ def test_a_run_that_ends_while_it_is_read_is_done(
     folder = RunFolder(env, "rabc")
     folder.keep("state.json", view("rabc", HeadProcess(*start)))
     os.utime(folder.path / "state.json", (1, 1))  # long ago
-    real = run_folder.alive
 
-    def alive(head: HeadProcess, path: str = "") -> bool | None:
-        """Check the head after it has written the final state and ended."""
+    def end() -> None:
+        """Write the final state and end, before the head is looked for."""
         folder.keep("state.json", view("rabc", HeadProcess(*start), "done"))
         child.kill()
         child.wait()
-        return real(head, path)
 
-    monkeypatch.setattr(run_folder, "alive", alive)
-    found = read(env)
+    with calls_of(run_folder.alive, end) as calls:
+        found = read(env)
+    assert calls
     assert (found.state, found.verdicts) == ("done", [])
 
 
