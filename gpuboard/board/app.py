@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -393,7 +394,7 @@ class BoardApp(CrashHookApp):
         title = getattr(self.screen, "TITLE_WORDS", "") or "dialog"
         picture = screenshot.plain(self.export_screenshot(title="gpuboard")) if kind == "svg" else screen_text(self)
         self.ask(
-            lambda: screenshot.save(picture, title, kind, self.core.env),
+            lambda: screenshot.save(picture, title, kind, self.core.env, time.time()),
             lambda path: self.notify(str(path), title="Saved", timeout=12, markup=False),
         )
 

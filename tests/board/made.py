@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -176,9 +176,11 @@ async def still(
     size: tuple[int, int] = (120, 40),
     nodes: Sequence[Node] = (),
     settings: Settings | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
 ) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
-    """Run the app on scenes that the test makes; it begins with ``first``."""
-    core = _Still(nodes, settings or Settings(), environment(folder))
+    """Run the app on scenes that the test makes; it begins with ``first``. ``env``: variables that it has, too."""
+    core = _Still(nodes, settings or Settings(), {**environment(folder), **(env or {})})
     app = BoardApp(core)
     try:
         async with app.run_test(size=size) as pilot:

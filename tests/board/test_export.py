@@ -76,19 +76,19 @@ def test_a_picture_never_replaces_a_file_and_goes_to_the_state_folder_at_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
-    monkeypatch.setattr(time, "strftime", lambda _: "20260131-120000")
+    at = time.mktime((2026, 1, 31, 12, 0, 0, 0, 0, -1))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpuboard-gpu-20260131-120000.svg").write_text("mine")
     (tmp_path / "gpuboard-gpu-20260131-120000-2.svg").symlink_to(tmp_path / "elsewhere")
-    assert screenshot.save("<svg/>", "GPU", "svg", env) == tmp_path / "gpuboard-gpu-20260131-120000-3.svg"
+    assert screenshot.save("<svg/>", "GPU", "svg", env, at) == tmp_path / "gpuboard-gpu-20260131-120000-3.svg"
     assert (tmp_path / "gpuboard-gpu-20260131-120000.svg").read_text() == "mine"
     assert not (tmp_path / "elsewhere").exists()
     monkeypatch.chdir("/proc/self")  # nobody can make a file there
-    path = screenshot.save("text", "../GPU", "txt", env)
+    path = screenshot.save("text", "../GPU", "txt", env, at)
     assert path == tmp_path / "state" / "gpuboard" / "screenshots" / "gpuboard-gpu-20260131-120000.txt"
     assert path.read_text() == "text"
     with pytest.raises(GpuboardError, match=r"the screen was not saved: /proc/\d+: .*; /proc/nowhere/.*: .*; start"):
-        screenshot.save("text", "GPU", "txt", {"HOME": str(tmp_path), "XDG_STATE_HOME": "/proc/nowhere"})
+        screenshot.save("text", "GPU", "txt", {"HOME": str(tmp_path), "XDG_STATE_HOME": "/proc/nowhere"}, at)
 
 
 async def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,12 +40,8 @@ def go_on(_: int) -> bool:
 # Windows into a file
 
 
-def test_lines_are_the_same_forwards_and_backwards_whatever_is_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_are_the_same_forwards_and_backwards_whatever_is_in_the_file(tmp_path: Path) -> None:
     block = 8
-    monkeypatch.setattr(log_file, "BLOCK", block)
-    monkeypatch.setattr(log_file, "_STEP", 4 * block)
     path = tmp_path / "log"
     rng = random.Random(1)
     for _ in range(400):
@@ -56,7 +52,7 @@ def test_lines_are_the_same_forwards_and_backwards_whatever_is_in_the_file(
             for at in range(len(data))
             if at == 0 or data[at - 1] == 10 or (at % block == 0 and 10 not in data[at - block : at])
         ]
-        with log_file._Reader(path) as file:
+        with log_file._Reader(path, log_file.ReadSizes(block, 4 * block)) as file:
             assert [file.next_start(start) for start in starts] == [*starts[1:], len(data)], data
             for offset in range(1, len(data) + 1):
                 assert file.start_of(offset) == max(start for start in starts if start < offset), (data, offset)
@@ -97,7 +93,7 @@ def test_two_gigabytes_open_at_once_and_cost_constant_memory(tmp_path: Path) -> 
     try:
         assert texts(log.end(W))[-1] == "line 999"
         assert log.page(LogPosition(0), W).rows[0][0] == 0
-        assert log.at(10**9, W).rows[0][0] == 10**9 // log_file.BLOCK * log_file.BLOCK
+        assert log.at(10**9, W).rows[0][0] == 10**9 // log_file.SIZES.block * log_file.SIZES.block
         assert log.page(log.end(W).place, W, -500).rows[0][1].plain == "line 490"
         end = log.end(W).place.start
         assert log.find("LINE 1".lower(), end, backwards=True, go_on=go_on) == log.find(
@@ -135,16 +131,14 @@ def test_a_log_that_grows_is_cut_or_removed_is_reported(tmp_path: Path) -> None:
         log.end(W)
 
 
-def test_a_search_passes_every_log_goes_round_and_can_be_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_passes_every_log_goes_round_and_can_be_stopped(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    monkeypatch.setattr(log_file, "_SEARCH_STEP", 16)
+    logs = [LogFile(path, sizes=log_file.ReadSizes(search=16))]
     path.write_text("Loss 1\nstep\nloss 2\n\x1b[31mlo\x1b[0mss 3\nhidden loss\rshown\nlast")
     starts = {"Loss 1": 0, "loss 2": 12}
 
     def find(words: str, start: int, *, backwards: bool = False) -> int | None:
-        found = find_in([LogFile(path)], words, start, backwards=backwards, go_on=lambda log, at: True)
+        found = find_in(logs, words, start, backwards=backwards, go_on=lambda log, at: True)
         return found and found.start
 
     assert [find("loss", 0), find("loss", 12)] == [starts["loss 2"], starts["Loss 1"]], "on from the beginning"
@@ -160,7 +154,7 @@ def test_a_search_passes_every_log_goes_round_and_can_be_stopped(
         seen.append(at)
         return len(seen) < 2
 
-    assert find_in([LogFile(path)], "last", 0, backwards=False, go_on=lambda _, at: once(at)) is None
+    assert find_in(logs, "last", 0, backwards=False, go_on=lambda _, at: once(at)) is None
     assert len(seen) <= 3, "asked once more for the other part, and no more"
 
 

@@ -152,18 +152,11 @@ async def test_hostile_names_stay_in_their_cells(tmp_path: Path) -> None:
         assert len(app.screen.query_one("#events", Grid)._rows) == len(users)
 
 
-async def test_in_ascii_its_frames_are_ascii(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.board.made.environment", _ascii)
-    async with made.still(tmp_path, held(nodes=23), (160, 48)) as (app, pilot):
+async def test_in_ascii_its_frames_are_ascii(tmp_path: Path) -> None:
+    async with made.still(tmp_path, held(nodes=23), (160, 48), env={"LANG": "C"}) as (app, pilot):
         happens(app, held(), held(LOST))
         await made.next_scene(app, pilot, held(LOST, nodes=23))
         assert "+- People -" in screen(app)
         await pilot.press("v")
         await settle(pilot, lambda: "+- Ends next -" in screen(app))
         assert screen(app).isascii()
-
-
-def _ascii(folder: Path) -> dict[str, str]:
-    from tests.board.lab import environment
-
-    return environment(folder) | {"LANG": "C"}

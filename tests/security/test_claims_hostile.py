@@ -344,39 +344,38 @@ def test_the_kernels_stamps_of_this_node(folder: str) -> None:
 
 
 @pytest.fixture(name="site")
-def site_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "config.toml"
-    monkeypatch.setattr(claims_files, "SITE_CONFIG", str(path))
-    return path
+def site_config(tmp_path: Path) -> Path:
+    return tmp_path / "config.toml"
 
 
 def test_max_lease_of_the_node_holds_for_all_that_read_there(folder: str, site: Path) -> None:
-    become(BOB, lambda: take(folder, "zzzz", "GPU-a", for_s=86400.0))
+    become(BOB, lambda: take(folder, "zzzz", "GPU-a", for_s=86400.0, site_config=str(site)))
     site.write_text('# the site\nmax_lease = "1h30m"  # at most\n[slurm]\nmax_lease = "9h"\n')
-    words = "this node allows leases of at most 1.5 h (max_lease in /etc/gpuboard/config.toml)"
-    assert refused(lambda: take(folder, "cccc", "GPU-b", for_s=5401.0)) == ("invalid", words)
-    assert refused(lambda: ask("renew", folder, lease="zzzz", for_s=5401.0)) == ("invalid", words)
-    assert 5390 < read(folder)["zzzz GPU-a"].remaining_s <= 5400
+    words = f"this node allows leases of at most 1.5 h (max_lease in {site})"
+    assert refused(lambda: take(folder, "cccc", "GPU-b", for_s=5401.0, site_config=str(site))) == ("invalid", words)
+    renewed = refused(lambda: ask("renew", folder, lease="zzzz", for_s=5401.0, site_config=str(site)))
+    assert renewed == ("invalid", words)
+    assert 5390 < read(folder, str(site))["zzzz GPU-a"].remaining_s <= 5400
     file = Path(folder, "gpuboard.GPU-a.zzzz")
     content = json.loads(file.read_text())
     old = {**content, "from": content["from"] - 6000, "up": content["up"] - 6000}
     file.write_text(json.dumps(old))
-    claim = read(folder)["zzzz GPU-a"]
+    claim = read(folder, str(site))["zzzz GPU-a"]
     assert (claim.state, claim.reason) == (
         "lapsed",
         "its end time has passed",
     )
     file.write_text(json.dumps({**old, "renewed": content["up"]}))
-    assert read(folder)["zzzz GPU-a"].state == "live"
+    assert read(folder, str(site))["zzzz GPU-a"].state == "live"
     file.write_text(json.dumps({**old, "renewed": content["up"] + 1e6}))
-    assert read(folder)["zzzz GPU-a"].reason.endswith("dated in the future")
+    assert read(folder, str(site))["zzzz GPU-a"].reason.endswith("dated in the future")
 
 
 def test_a_renewal_counts_from_its_own_time(folder: str, site: Path) -> None:
-    take(folder, "k3f9", "GPU-a", for_s=3000.0)
+    take(folder, "k3f9", "GPU-a", for_s=3000.0, site_config=str(site))
     site.write_text('max_lease = "1h"\n')
-    ask("renew", folder, lease="k3f9", for_s=3600.0)
-    assert 3590 < read(folder)["k3f9 GPU-a"].remaining_s <= 3600
+    ask("renew", folder, lease="k3f9", for_s=3600.0, site_config=str(site))
+    assert 3590 < read(folder, str(site))["k3f9 GPU-a"].remaining_s <= 3600
     assert json.loads(Path(folder, "gpuboard.GPU-a.k3f9").read_text())["renewed"] > 0
 
 
@@ -390,5 +389,5 @@ def test_max_lease_counts_only_if_root_alone_can_write_it(way: str, folder: str,
         os.chown(site, BOB, BOB)
     elif way == "others may write":
         site.chmod(0o666)
-    take(folder, "k3f9", "GPU-a", for_s=7 * 86400.0)
-    assert read(folder)["k3f9 GPU-a"].state == "live"
+    take(folder, "k3f9", "GPU-a", for_s=7 * 86400.0, site_config=str(site))
+    assert read(folder, str(site))["k3f9 GPU-a"].state == "live"

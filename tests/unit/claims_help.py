@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from gpuboard.agent.claims import store as claims
+from gpuboard.agent.claims.files import SITE_CONFIG
 from gpuboard.model.reading import Claim
 
 ALICE, BOB = 20001, 20002
@@ -52,8 +53,8 @@ def become(uid: int, do: Callable[[], Any]) -> Any:
     return json.loads(text)
 
 
-def ask(op: str, path: str, **args: Any) -> Any:
-    return claims.handle(op, args, claims.Folder(path))
+def ask(op: str, path: str, site_config: str = SITE_CONFIG, **args: Any) -> Any:
+    return claims.handle(op, args, claims.Folder(path, site_config=site_config))
 
 
 def take(path: str, lease: str, *uuids: str, for_s: float = 600.0, **more: Any) -> Any:
@@ -61,9 +62,9 @@ def take(path: str, lease: str, *uuids: str, for_s: float = 600.0, **more: Any) 
     return ask("take", path, lease=lease, uuids=list(uuids), for_s=for_s, gpus=len(uuids), **{**wanted, **more})
 
 
-def read(path: str) -> dict[str, Claim]:
+def read(path: str, site_config: str = SITE_CONFIG) -> dict[str, Claim]:
     """Return the claims by lease and GPU, decoded as a client does."""
-    found, error = claims.Folder(path).read()
+    found, error = claims.Folder(path, site_config=site_config).read()
     assert error is None
     return {f"{c.lease} {c.uuid}": c for c in msgspec.json.decode(json.dumps(found), type=list[Claim])}
 

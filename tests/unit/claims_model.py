@@ -52,6 +52,7 @@ class World(NamedTuple):
     deaths: int = 0
     faults: int = 0  # steps that meet a full disk
     hostile_lock: bool = True  # a hostile user holds the lock forever
+    attempts: int = 1  # of a taker
     patient: bool = False  # a taker that starts over does so when no other is at it: jitter is longer than an attempt
 
 
@@ -145,7 +146,9 @@ class Machine:
     def _generator(self, who: int, kind: str) -> Generator[tuple[Any, ...], Any, Any]:
         script = self._world.scripts[who]
         calls: dict[str, Callable[[], Any]] = {
-            "take": lambda: self._protocol.take(content(script), list(script.gpus), 9999.0, BOOT, lambda attempt: 1.0),
+            "take": lambda: self._protocol.take(
+                content(script), list(script.gpus), 9999.0, BOOT, lambda attempt: 1.0, attempts=self._world.attempts
+            ),
             "touch": lambda: self._protocol.touch([script.lease], who + 1, BOOT),
             "renew": lambda: self._protocol.renew(script.lease, 9999.0, who + 1, BOOT),
             "release": lambda: self._protocol.release(script.lease, who + 1, BOOT),

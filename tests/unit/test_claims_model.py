@@ -29,62 +29,53 @@ TWO_AFTER = (taker(1, *TAKE), taker(2, *TAKE))
 
 # 89 s: expired for its owner, not yet for others; 2 s more, or 100 s at once: expired for all.
 WORLDS = {
-    "three takers, one dies, the lock held by a hostile user": (World(THREE, deaths=1), 1),
-    "three takers, one dies, a disk is full": (World(THREE, deaths=1, faults=1), 1),
-    "three takers that start over": (World(THREE, patient=True, deaths=1), 2),
-    "two takers that start over at once": (World(THREE[:2], deaths=1), 3),
-    "three takers with the lock, one keeps alive, time passes": (
-        World((taker(0, *WHOLE_LIFE), *THREE[1:]), ticks=(100,), deaths=1, hostile_lock=False),
-        1,
+    "three takers, one dies, the lock held by a hostile user": World(THREE, deaths=1),
+    "three takers, one dies, a disk is full": World(THREE, deaths=1, faults=1),
+    "three takers that start over": World(THREE, patient=True, deaths=1, attempts=2),
+    "two takers that start over at once": World(THREE[:2], deaths=1, attempts=3),
+    "three takers with the lock, one keeps alive, time passes": World(
+        (taker(0, *WHOLE_LIFE), *THREE[1:]), ticks=(100,), deaths=1, hostile_lock=False
     ),
-    "two whole lives, time passes": (
-        World((taker(0, *WHOLE_LIFE), taker(1, *WHOLE_LIFE)), ticks=(100,), deaths=1),
-        1,
-    ),
-    "a keeper wakes late, two take": (World((keeper("touch"), *TWO_AFTER), ticks=(100,), deaths=1), 1),
-    "a keeper wakes just too late": (
-        World((keeper("touch", "touch", "release"), THREE[1]), ticks=(89, 2), deaths=1),
-        1,
-    ),
-    "renewed too late": (World((keeper("renew", "release"), THREE[1]), ticks=(89, 2), deaths=1), 1),
+    "two whole lives, time passes": World((taker(0, *WHOLE_LIFE), taker(1, *WHOLE_LIFE)), ticks=(100,), deaths=1),
+    "a keeper wakes late, two take": World((keeper("touch"), *TWO_AFTER), ticks=(100,), deaths=1),
+    "a keeper wakes just too late": World((keeper("touch", "touch", "release"), THREE[1]), ticks=(89, 2), deaths=1),
+    "renewed too late": World((keeper("renew", "release"), THREE[1]), ticks=(89, 2), deaths=1),
 }
 
 
-def check(monkeypatch: pytest.MonkeyPatch, protocol: types.ModuleType, world: World, attempts: int) -> Checker:
-    """Explore ``world`` with a protocol that starts over at most ``attempts`` - 1 times."""
-    monkeypatch.setattr(protocol, "ATTEMPTS", attempts)
+def check(protocol: types.ModuleType, world: World) -> Checker:
+    """Explore ``world`` with a protocol."""
     checker = Checker(protocol, world)
     checker.run()
     return checker
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_every_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_order(name: str) -> None:
     """No GPU has two holders, a reported lease is complete, a failed take leaves nothing, disputes are visible."""
-    world, attempts = WORLDS[name]
-    checker = check(monkeypatch, claims_protocol, world, attempts)
+    checker = check(claims_protocol, WORLDS[name])
     print(f"{name}: {checker.states} states, {len(checker.endings)} endings")
     assert checker.states > 100
 
 
 @pytest.mark.skipif(not os.environ.get("GPUBOARD_TEST_LONG"), reason="a minute: set GPUBOARD_TEST_LONG=1")
-def test_three_takers_while_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_takers_while_time_passes() -> None:
     takers = tuple(taker(number, *TAKE) for number in range(3))
-    checker = check(monkeypatch, claims_protocol, World(takers, ticks=(100,)), 1)
+    checker = check(claims_protocol, World(takers, ticks=(100,)))
     print(f"{checker.states} states")
     assert checker.states > 100_000
 
 
-def test_one_taker_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_taker_succeeds() -> None:
     """No process dies, the lock is useless, all collide: a taker that retries alone succeeds within two attempts."""
-    checker = check(monkeypatch, claims_protocol, World(THREE, patient=True), 2)
+    checker = check(claims_protocol, World(THREE, patient=True, attempts=2))
     assert all(any(ending) for ending in checker.endings), checker.endings
     assert (True, True, True) in checker.endings
 
 
-def test_the_lock_prevents_collisions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_prevents_collisions() -> None:
     """One attempt suffices for one taker, and every refusal names a lease that its taker got (checked by Checker)."""
-    checker = check(monkeypatch, claims_protocol, World(THREE, hostile_lock=False), 1)
+    checker = check(claims_protocol, World(THREE, hostile_lock=False))
     assert all(any(ending) for ending in checker.endings), checker.endings
 
 
@@ -127,7 +118,7 @@ MUTANTS: dict[str, tuple[str | World, ...]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_checker_detects_a_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checker_detects_a_fault(name: str) -> None:
     *edits, world = MUTANTS[name]
     assert isinstance(world, World)
     source = inspect.getsource(claims_protocol)
@@ -136,6 +127,6 @@ def test_the_checker_detects_a_fault(name: str, monkeypatch: pytest.MonkeyPatch)
         source = source.replace(str(old), str(new))
     mutant = types.ModuleType("mutant")
     exec(compile(source, "mutant.py", "exec"), mutant.__dict__)
-    check(monkeypatch, claims_protocol, world, 1)
+    check(claims_protocol, world)
     with pytest.raises(Violation):
-        check(monkeypatch, mutant, world, 1)
+        check(mutant, world)

@@ -43,10 +43,10 @@ _SHARED = frozenset(
 )  # fmt: skip
 
 
-def max_lease() -> float:
+def max_lease(site_config: str) -> float:
     """Return the longest duration of a claim on this node: the site's ``max_lease``, if only root can have set it."""
     try:
-        fd = os.open(SITE_CONFIG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(site_config, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return rules.LONGEST_S
     try:
@@ -75,12 +75,14 @@ class Files:
     reading mountinfo at each tick would cost more than all the rest.
     """
 
-    def __init__(self, path: str, sim_prefix: "Optional[str]" = None, good: "Any" = None) -> None:
+    def __init__(
+        self, path: str, sim_prefix: "Optional[str]" = None, good: "Any" = None, site_config: str = SITE_CONFIG
+    ) -> None:
         self.path = path
         self._sim_prefix = sim_prefix
         self.fd, self.identity, self._mount = _open_folder(path, good)
         self._locked = False
-        self._longest_s = max_lease()
+        self._longest_s = max_lease(site_config)
 
     def close(self) -> None:
         """Close the descriptor, which also drops the lock."""

@@ -80,7 +80,13 @@ def survey(
 
 
 def take(
-    content: "Dict[str, Any]", uuids: "List[str]", for_s: float, boot_id: str, jitter: "Callable[[int], float]"
+    content: "Dict[str, Any]",
+    uuids: "List[str]",
+    for_s: float,
+    boot_id: str,
+    jitter: "Callable[[int], float]",
+    *,
+    attempts: int = ATTEMPTS,
 ) -> "Steps":
     """Claim all of ``uuids`` or nothing; return the clock at which they were taken.
 
@@ -90,7 +96,7 @@ def take(
     for uuid in uuids:
         _sound(dict(content, uuid=uuid, up=0.0, until=for_s, boot=boot_id, took=[], **{"from": 0.0}))
     patience = LOCK_WAIT_S
-    for attempt in range(ATTEMPTS):
+    for attempt in range(attempts):
         if attempt:
             yield ("sleep", jitter(attempt))
         locked = yield ("lock", patience)

@@ -40,8 +40,9 @@ class Folder:
     between to limit their cost; ``refresh`` ends a pause, as does each call.
     """
 
-    def __init__(self, path: str, sim_prefix: "Optional[str]" = None) -> None:
+    def __init__(self, path: str, sim_prefix: "Optional[str]" = None, site_config: str = SITE_CONFIG) -> None:
         self.path = path
+        self.site_config = site_config
         self.sim_prefix = sim_prefix
         self.job: "Optional[str]" = None
         self.boot_id = boot_id()
@@ -55,7 +56,7 @@ class Folder:
 
     def open(self) -> "Files":
         """Open the folder for one operation. Raises Refuse ``folder``."""
-        files = Files(self.path, self.sim_prefix, self._good)
+        files = Files(self.path, self.sim_prefix, self._good, self.site_config)
         self._good = files.identity
         return files
 
@@ -182,7 +183,8 @@ def _answer(op: str, args: "Dict[str, Any]", folder: "Folder", files: "Files") -
     longest_s = files.clock().longest_s
     if longest_s < args.get("for_s", 0.0) <= rules.LONGEST_S:
         hours = longest_s / 3600.0
-        raise Refuse("invalid", "this node allows leases of at most %.4g h (max_lease in %s)" % (hours, SITE_CONFIG))
+        words = "this node allows leases of at most %.4g h (max_lease in %s)" % (hours, folder.site_config)
+        raise Refuse("invalid", words)
     if op == "take":
         return _take(args, folder, files)
     if op == "touch":

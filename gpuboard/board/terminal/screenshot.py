@@ -15,14 +15,14 @@ from gpuboard.errors import GpuboardError
 _SAME_SECOND = 100  # pictures with one name
 
 
-def save(text: str, title: str, kind: str, env: Mapping[str, str]) -> Path:
+def save(text: str, title: str, kind: str, env: Mapping[str, str], at: float) -> Path:
     """Write a picture into the current folder, or the state folder where that is not possible; return its path.
 
     Never replaces a file. Only the user can read it: command lines on the screen may hold passwords. ``kind``: its
-    suffix. Raises GpuboardError with the reason for each folder.
+    suffix. ``at``: epoch seconds, for its name. Raises GpuboardError with the reason for each folder.
     """
     words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "screen"
-    name = f"gpuboard-{words}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"gpuboard-{words}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(at))}"
     state = paths.state_dir(env) / "screenshots"
     failed: list[str] = []
     for folder in (_here(), state):

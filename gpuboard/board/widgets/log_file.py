@@ -1,7 +1,7 @@
 """A window into a log that may be huge and may grow: reads only around what is shown. No textual.
 
 Lines are identified by the byte they start at, not by number: counting the lines of 2 GB takes too long. A line starts
-at 0, after each line end, and at each multiple of BLOCK with no line end in the BLOCK bytes before it. So no line is
+at 0, after each line end, and at each multiple of a block with no line end in the block before it. So no line is
 longer than two blocks, and the two blocks before a position suffice to find the start of its line.
 """
 
@@ -22,9 +22,16 @@ from gpuboard.errors import GpuboardError
 if TYPE_CHECKING:
     from gpuboard.launch.runs.access import RunAccess
 
-BLOCK = 64 * 1024  # bytes
-_STEP = 4 * BLOCK  # read at a time when looking for lines
-_SEARCH_STEP = 4 * 2**20
+
+class ReadSizes(NamedTuple):
+    """What is read at a time, in bytes."""
+
+    block: int = 64 * 1024
+    lines: int = 256 * 1024  # when looking for lines
+    search: int = 4 * 2**20
+
+
+SIZES = ReadSizes()
 
 
 class LogGone(Exception):
@@ -60,14 +67,15 @@ class Page(msgspec.Struct, frozen=True):
 class LogFile:
     """One log. Every call opens the file again: it can be replaced, truncated or removed meanwhile."""
 
-    def __init__(self, path: Path, far: RunAccess | None = None) -> None:
+    def __init__(self, path: Path, far: RunAccess | None = None, sizes: ReadSizes = SIZES) -> None:
         """``far``: the run on another host in whose folder it is."""
         self.path = path
+        self._sizes = sizes
         self._far = far
         self._size = 0
 
     def _open(self) -> _Reader:
-        return _Reader(self.path) if self._far is None else _FarReader(self._far, self.path.name)
+        return _Reader(self.path, self._sizes) if self._far is None else _FarReader(self._far, self.path.name)
 
     def stamp(self) -> tuple[int, int, int]:
         """Return a value that differs when the file has changed. Raises LogGone."""
@@ -158,7 +166,8 @@ def find_in(
 class _Reader:
     """The open file and the piece read last."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sizes: ReadSizes) -> None:
+        self._sizes = sizes
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -181,8 +190,8 @@ class _Reader:
         """Return bytes ``low`` to ``high``, fewer where the file ends."""
         high = min(high, self.size)
         if not (self._at <= low and high <= self._at + len(self._data)):
-            self._at = max(0, low - _STEP // 2)
-            self._data = self._pread(max(high, low + _STEP // 2) - self._at, self._at)
+            self._at = max(0, low - self._sizes.lines // 2)
+            self._data = self._pread(max(high, low + self._sizes.lines // 2) - self._at, self._at)
             if self._at + len(self._data) < high:  # truncated meanwhile
                 self.size = min(self.size, self._at + len(self._data))
         return self._data[low - self._at : high - self._at]
@@ -195,14 +204,16 @@ class _Reader:
 
     def start_of(self, offset: int) -> int:
         """Return the last start of a line before ``offset``, at least 0."""
-        block = max(0, offset - 1) // BLOCK * BLOCK
-        low = max(0, block - BLOCK)
+        size = self._sizes.block
+        block = max(0, offset - 1) // size * size
+        low = max(0, block - size)
         at = self.read(low, offset - 1).rfind(b"\n")  # a line end at offset - 1 ends the line in question
         return low + at + 1 if at >= 0 else block
 
     def next_start(self, start: int) -> int:
         """Return the start of the line after the one at ``start``; the file's size after the last one."""
-        limit = -(-start // BLOCK) * BLOCK + BLOCK
+        size = self._sizes.block
+        limit = -(-start // size) * size + size
         at = self.read(start, limit).find(b"\n")
         return start + at + 1 if at >= 0 else min(limit, self.size)
 
@@ -237,11 +248,11 @@ class _Reader:
         """Return the start of the first (last) line with ``words`` in a part of the file that ends between lines."""
         fold = words == words.lower()
         wanted = words.encode()
-        steps = range(part.start, part.stop, _SEARCH_STEP)
+        steps = range(part.start, part.stop, self._sizes.search)
         for at in reversed(steps) if backwards else steps:
             if not go_on(at):
                 return None
-            data = self._pread(min(_SEARCH_STEP + len(wanted) - 1, part.stop - at), at)
+            data = self._pread(min(self._sizes.search + len(wanted) - 1, part.stop - at), at)
             if fold:
                 data = data.lower()
             hit = data.rfind(wanted) if backwards else data.find(wanted)
@@ -258,6 +269,7 @@ class _FarReader(_Reader):
     """A log in the folder of a run on another host; such a log only grows."""
 
     def __init__(self, run: RunAccess, name: str) -> None:
+        self._sizes = SIZES
         self._run, self._name = run, name
         try:
             size = run.sizes([name]).get(name)
