@@ -30,9 +30,9 @@ from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, node_claims
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
-from gpuboard.keeper.calls import NodeAnswer
-from gpuboard.keeper.daemon import Keeper, Kept
-from gpuboard.keeper.nodes import Connectors, Logins, NodeCalls
+from gpuboard.keeper.daemon.calls import NodeAnswer
+from gpuboard.keeper.daemon.keeper import Keeper, Kept
+from gpuboard.keeper.daemon.nodes import Connectors, Logins, NodeCalls
 from gpuboard.keeper.record import KeptNode, LeaseRecord
 from gpuboard.keeper.runtime_dir import RuntimeDir as KeeperPlace
 from gpuboard.keeper.runtime_dir import acquire

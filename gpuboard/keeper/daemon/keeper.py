@@ -21,10 +21,10 @@ from typing import Literal
 from gpuboard.agent.proc import read_process
 from gpuboard.files import write_private
 from gpuboard.keeper import processes
-from gpuboard.keeper.calls import NodeAnswer
-from gpuboard.keeper.heartbeats import Nodes, key_of
+from gpuboard.keeper.daemon.calls import NodeAnswer
+from gpuboard.keeper.daemon.heartbeats import Nodes, key_of
+from gpuboard.keeper.daemon.loop import KeeperLoop, boottime, log
 from gpuboard.keeper.holder import alive
-from gpuboard.keeper.loop import KeeperLoop, boottime, log
 from gpuboard.keeper.record import HolderLook, LeaseRecord, decide, decode, files_of, login_of
 from gpuboard.keeper.runtime_dir import (
     KeeperError,

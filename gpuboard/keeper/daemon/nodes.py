@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from gpuboard.agent.claims import store as claims
-from gpuboard.keeper.calls import Calls, NodeAnswer, Report
+from gpuboard.keeper.daemon.calls import Calls, NodeAnswer, Report
 from gpuboard.keeper.record import KeptNode, login_of
 from gpuboard.keeper.timing import KeeperTiming
 from gpuboard.model.decoding import convert

@@ -8,7 +8,7 @@ Operations, arguments → value of the answer:
     carriers  lease → {processes}: the pids with the lease in their environment
 
 Kinds of failure: ``lost`` (no answer), ``not-found`` (no such lease), others of the agent (docs/agent-protocol.md).
-Claims on a node (:mod:`gpuboard.keeper.nodes`) and jobs of a scheduler (:mod:`gpuboard.keeper.jobs`) are the two kinds.
+Claims on a node (``nodes``) and jobs of a scheduler (``jobs``) are the two kinds.
 """
 
 from __future__ import annotations

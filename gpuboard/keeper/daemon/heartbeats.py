@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpuboard.keeper.calls import Calls, NodeAnswer
-from gpuboard.keeper.jobs import JobCalls, JobWatch
-from gpuboard.keeper.loop import KeeperLoop, boottime, log
-from gpuboard.keeper.nodes import Connectors, Logins, NodeCalls, node_key
+from gpuboard.keeper.daemon.calls import Calls, NodeAnswer
+from gpuboard.keeper.daemon.jobs import JobCalls, JobWatch
+from gpuboard.keeper.daemon.loop import KeeperLoop, boottime, log
+from gpuboard.keeper.daemon.nodes import Connectors, Logins, NodeCalls, node_key
 from gpuboard.keeper.record import KeptNode, LeaseRecord
 from gpuboard.keeper.timing import KeeperTiming
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuboard.agent.proc import own_pids, read_environ
-from gpuboard.keeper.calls import Calls, NodeAnswer
-from gpuboard.keeper.loop import boottime, log
+from gpuboard.keeper.daemon.calls import Calls, NodeAnswer
+from gpuboard.keeper.daemon.loop import boottime, log
 
 if TYPE_CHECKING:
     from gpuboard.keeper.record import KeptJob
