@@ -61,7 +61,7 @@ _JOB_VARIABLES = ("GPUBOARD_", "CUDA_", "SLURM_", "PBS_", "LSB_", "BUILD_", "JEN
 # lock), and its parent is init, so that no `wait` waits for it.
 _BOOT = (
     "import os, sys; os.closerange(3, 65536); os.fork() and os._exit(0); sys.path += {path!r}; "
-    "from gpuboard.keeper.daemon.keeper import main; main()"
+    "from gpuboard.keeper.daemon.main import main; main()"
 )
 
 

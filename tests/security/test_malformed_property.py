@@ -31,7 +31,8 @@ from gpuboard.cluster.snapshot.views import NodeFacts, node_claims
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper.daemon.calls import NodeAnswer
-from gpuboard.keeper.daemon.keeper import Keeper, Kept
+from gpuboard.keeper.daemon.keeper import Keeper
+from gpuboard.keeper.daemon.lease import KeptLease
 from gpuboard.keeper.daemon.nodes import Connectors, Logins, NodeCalls
 from gpuboard.keeper.record import KeptNode, LeaseRecord
 from gpuboard.keeper.runtime_dir import RuntimeDir as KeeperPlace
@@ -299,11 +300,11 @@ def test_a_keeper_takes_whatever_a_node_answers(data: st.DataObject) -> None:
         honest = KeptNode("honest", ["GPU-b"], None, folder, None)
         for lease, nodes in (("lease1", [node, honest]), ("lease2", [honest])):
             Path(folder, f"{lease}.json").write_text("{}")
-            keeper.kept[lease] = Kept(LeaseRecord(lease, nodes, {}, None, 0, 0, 0.0, 1e9))
+            keeper.kept[lease] = KeptLease(LeaseRecord(lease, nodes, {}, None, 0, 0, 0.0, 1e9), keeper.context)
         steps: tuple[tuple[str, Callable[[NodeAnswer], None]], ...] = (
             ("touch", lambda answer: keeper._touched("liar", ["lease1"], answer)),
-            ("read", lambda answer: keeper._read(keeper.kept["lease1"], "liar", answer)),
-            ("carriers", lambda answer: keeper._carriers_read(keeper.kept["lease1"], "liar", answer)),
+            ("read", lambda answer: keeper.kept["lease1"]._read("liar", answer)),
+            ("carriers", lambda answer: keeper.kept["lease1"]._carriers_read("liar", answer)),
         )
         for op, take in steps:
             answer = calls._answer(op, {"leases": ["lease1"]})

@@ -8,7 +8,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from gpuboard.keeper.client import restart_if_needed
-from gpuboard.keeper.daemon.keeper import record_loss
+from gpuboard.keeper.daemon.lease import record_loss
 from gpuboard.keeper.runtime_dir import folder_name
 
 ROUNDS, COMMANDS = 50, 6

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Action = Callable[[], None]
+_LOG_LIMIT = 1 << 20  # bytes
 
 
 class KeeperLoop:
@@ -77,3 +78,14 @@ def log(message: str) -> None:
     """Write a line to the log. On a full disk there is none, and the keeper goes on."""
     with suppress(OSError):
         os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n".encode(errors="replace"))
+
+
+def write_log_to(path: str) -> None:
+    """Let this process write its log, and the output of what it starts, to ``path``. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600)
+    if os.fstat(fd).st_size > _LOG_LIMIT:
+        os.ftruncate(fd, 0)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
