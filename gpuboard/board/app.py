@@ -77,7 +77,7 @@ class BoardApp(CrashHookApp):
     TITLE = "gpuboard"
     ENABLE_COMMAND_PALETTE = True
     COMMANDS = {Palette}  # noqa: RUF012  # textual's own type
-    NOT_IN_FOOTER: ClassVar[frozenset[str]] = frozenset()  # ids of bindings
+    REFUSED: ClassVar[frozenset[str]] = frozenset()  # actions that this board cannot do: not in the footer
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "leases", "Leases", id="app.leases"),
         Binding("u", "runs", "Runs", id="app.runs"),

@@ -8,7 +8,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.replay.core import ReplayCore
+from gpuboard.board.replay.core import REFUSED, ReplayCore
 from gpuboard.board.terminal.guard import Guard
 from gpuboard.recording.player import Player
 
@@ -28,10 +28,7 @@ class ReplayApp(BoardApp):
         Binding("minus", "slower", "Slower", id="replay.slower"),
     ]
 
-    NOT_IN_FOOTER = frozenset({
-        "gpus.reserve", "gpus.launch", "gpus.signal", "leases.reserve", "leases.launch", "leases.release",
-        "leases.renew", "processes.signal", "runs.launch", "runs.stop",
-    })  # fmt: skip
+    REFUSED = REFUSED
 
     def __init__(self, core: ReplayCore, guard: Guard | None = None) -> None:
         super().__init__(core, guard)

@@ -143,3 +143,7 @@ class _NoStarter(Starter):
 
     def start(self, form: LaunchForm) -> StartedRun:
         _refuse()
+
+
+# Actions have the names of the operations that they use; a recording has no run that could be stopped.
+REFUSED = frozenset({"launch", "stop", *(name for name in vars(_ReadOnly) if not name.startswith("_"))})

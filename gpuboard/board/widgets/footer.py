@@ -70,13 +70,13 @@ class Footer(Widget):
         """Place the keys that fit, the way back first, and help at the right edge."""
         shown: dict[str, tuple[str, str, str, bool]] = {}  # by action; only the first of several keys is shown
         help_entry: tuple[str, str, str, bool] | None = None
-        hidden = cast("BoardApp", self.app).NOT_IN_FOOTER
+        refused = cast("BoardApp", self.app).REFUSED
         bindings = [(binding, enabled) for _, binding, enabled, _ in self.screen.active_bindings.values()]
         for binding, enabled in sorted(bindings, key=lambda one: _rank(one[0])):
             entry = (self.app.get_key_display(binding), binding.description, binding.key, enabled)
             if binding.id == _HELP:
                 help_entry = help_entry or entry
-            elif binding.show and binding.id not in hidden:
+            elif binding.show and binding.action not in refused:
                 shown.setdefault(binding.action, entry)
         room = self.size.width
         entries: list[FooterEntry] = []
