@@ -78,13 +78,13 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def make(settings: Settings, env: Mapping[str, str], *, seed: int = 7, epoch: float | None = None) -> Core:
+def make(settings: Settings, env: Mapping[str, str], *, epoch: float | None = None) -> Core:
     """Return the core of a demo's board, after releasing the leases of killed demos."""
     from gpuboard.board.core import Core
     from gpuboard.board.dialogs.launch_process import LaunchForm
     from gpuboard.cluster.simulated import living_nodes
 
-    nodes = living_nodes(settings.claims_dir, seed=seed, epoch=epoch)
+    nodes = living_nodes(settings.claims_dir, epoch=epoch)
     _release_orphaned(settings.claims_dir)
     core = Core(nodes, msgspec.structs.replace(settings, state=STATE, cluster="demo"), environment(env))
     core.starter.last = LaunchForm(_TRAINING, os.getcwd(), device="cpu", keep=False)  # default of the launch dialog

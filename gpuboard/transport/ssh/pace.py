@@ -34,9 +34,8 @@ class Turn:
 class Pace:
     """Admits attempts in order of arrival, at most ``most`` at once. Used in one event loop."""
 
-    def __init__(self, most: int, slow_s: float = SLOW_S) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._slow_s = slow_s
         self._took_s = 0.0  # duration of successful attempts, moving average
         self._turns: set[Turn] = set()
         self._waiting: deque[asyncio.Future[Turn]] = deque()
@@ -70,7 +69,7 @@ class Pace:
         if succeeded:
             took_s = self.now() - turn.began
             self._took_s += (took_s - self._took_s) / 4
-            slow = took_s > max(self._slow_s, FAR * self.near_s)
+            slow = took_s > max(SLOW_S, FAR * self.near_s)
             self.at_once = max(LEAST, self.at_once - 1) if slow else min(self._most, self.at_once + 1)
             self.succeeded += 1
             self.progress_at = self.now()
