@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuboard.agent.claims import files as claims_files
-from gpuboard.agent.claims import rules
 from gpuboard.agent.claims import store as claims
+from gpuboard.agent.claims import wire
 from gpuboard.agent.proc import boot_id
 from tests.security.hostile import Counted
 from tests.unit.claims_help import ALICE, BOB, ask, become, root, take
@@ -156,7 +156,7 @@ def _seen(folder: str, readers_own: bool, count: int) -> None:
             counted = Counted(patch)
             found, error = reader.read()
         assert counted.calls["open"] <= 10 + 4 * 2 * count
-        assert len(json.dumps(found)) < rules.CLAIMS_BYTES
+        assert len(json.dumps(found)) < wire.CLAIMS_BYTES
         if error is not None:
             assert readers_own, error
             continue

@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from gpuboard.agent.claims import rules
+from gpuboard.agent.claims import rules, wire
 
 WALL = 1_700_000_000.0
 BOOT = "boot"
@@ -416,7 +416,7 @@ class Checker:
                 holders[gpu] = who
 
     def _disputes_show(self, judged: list[rules.Judged], clock: rules.Clock) -> None:
-        for claim in rules.picture(judged, clock, str):
+        for claim in wire.picture(judged, clock, str):
             rivals = {
                 one.content["lease"]
                 for one in judged

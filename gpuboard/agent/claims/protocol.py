@@ -13,7 +13,7 @@ Expiry is safe: a reader reads the clock before a file, so it never overestimate
 clock after touching its claim, and withdraws it if others may have seen it as expired by then.
 """
 
-from gpuboard.agent.claims import rules
+from gpuboard.agent.claims import rules, wire
 
 MYPY = False
 if MYPY:
@@ -61,17 +61,17 @@ def survey(
 ) -> "Steps":
     """Read the claims whose names are ``wanted``, only ``uid``'s if given; return (clock from before, judged claims).
 
-    Omits garbage, which blocks no GPU, and claims that do not fit into a reading (rules.fair).
+    Omits garbage, which blocks no GPU, and claims that do not fit into a reading (wire.fair).
     """
     clock = yield ("clock",)
     names = yield ("list", wanted)
-    shelf = rules.Shelf(rules.CLAIMS_BYTES)
+    shelf = wire.Shelf(wire.CLAIMS_BYTES)
     for name in names:
         entry = yield ("read", name, uid)
         if entry is not None:
             one = rules.judge(entry, clock, boot_id, margin_s)
             if one.state != "garbage":
-                shelf.add(entry.uid, rules.rank(one), len(entry.data or b""), one)
+                shelf.add(entry.uid, wire.rank(one), len(entry.data or b""), one)
     found = sorted(shelf.kept(), key=lambda one: one.entry.name)
     if any(rules.skipped(one, clock) for one in found):
         stamps = yield ("stamps",)

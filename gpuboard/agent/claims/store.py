@@ -8,7 +8,7 @@ import os
 import random
 import time
 
-from gpuboard.agent.claims import protocol, rules
+from gpuboard.agent.claims import protocol, rules, wire
 from gpuboard.agent.claims.files import SITE_CONFIG, Files, UnreadableClaim
 from gpuboard.agent.claims.protocol import Refuse
 from gpuboard.agent.proc import boot_id, user_name
@@ -47,7 +47,7 @@ class Folder:
         self.job: "Optional[str]" = None
         self.boot_id = boot_id()
         self._good: "Any" = None
-        self._known: "Dict[str, Seen]" = {}  # bounded by rules.CLAIMS_BYTES and GARBAGE_BYTES
+        self._known: "Dict[str, Seen]" = {}  # bounded by wire.CLAIMS_BYTES and GARBAGE_BYTES
         self._garbage: "Set[int]" = set()  # hashes of (name, inode)
         self._left_out: "Tuple[Dict[int, int], Dict[int, int]]" = ({}, {})  # uid → number; of claims, of garbage
         self._listed_key: "Any" = None
@@ -74,9 +74,9 @@ class Folder:
             if any(rules.skipped(one, clock) for one in seen):
                 stamps = files.stamps() + [one.entry.ctime for one in seen]
                 seen = [rules.without_step(one, clock, stamps) for one in seen]
-            claims = rules.picture([one for one in seen if self._concerns(one)], clock, self.owner)
-            claims += rules.left_out(self._left_out[0], "%d more claims are not shown", self.owner)
-            claims += rules.left_out(self._left_out[1], "%d more files are not claims", self.owner)
+            claims = wire.picture([one for one in seen if self._concerns(one)], clock, self.owner)
+            claims += wire.left_out(self._left_out[0], "%d more claims are not shown", self.owner)
+            claims += wire.left_out(self._left_out[1], "%d more files are not claims", self.owner)
             return claims, None
         except OSError as error:
             return [], "%s cannot be read: %s" % (self.path, error.strerror or error)
@@ -142,7 +142,7 @@ class Folder:
         Unless ``everything``, skip names and inodes known as garbage. A claim that replaces such a file and reuses its
         inode is found by the next search of everything.
         """
-        shelves = rules.Shelf(rules.CLAIMS_BYTES), rules.Shelf(rules.GARBAGE_BYTES)
+        shelves = wire.Shelf(wire.CLAIMS_BYTES), wire.Shelf(wire.GARBAGE_BYTES)
         garbage: "Set[int]" = set() if everything else self._garbage
         for name, inode in files.names():
             mark = hash((name, inode))
@@ -155,7 +155,7 @@ class Folder:
             if one.content is None and len(garbage) < _MARKS_MOST:
                 garbage.add(mark)
             size = len(one.entry.data or b"")
-            shelves[one.content is None].add(one.entry.uid, rules.rank(one), size, (name, seen))
+            shelves[one.content is None].add(one.entry.uid, wire.rank(one), size, (name, seen))
         self._known = dict(shelves[0].kept() + shelves[1].kept())
         self._garbage = garbage
         if everything:
@@ -207,9 +207,9 @@ def _take(args: "Dict[str, Any]", folder: "Folder", files: "Files") -> "Dict[str
         taken = protocol.drive(steps, files)
     except Refuse as refused:
         if refused.kind == "conflict":
-            found = ((x.entry.uid, rules.rank(x), len(x.entry.data or b""), x) for x in refused.detail)
-            kept, _ = rules.fair(found, rules.CONFLICT_BYTES)
-            claims = rules.picture([x for _, _, _, x in kept], files.clock(), folder.owner)
+            found = ((x.entry.uid, wire.rank(x), len(x.entry.data or b""), x) for x in refused.detail)
+            kept, _ = wire.fair(found, wire.CONFLICT_BYTES)
+            claims = wire.picture([x for _, _, _, x in kept], files.clock(), folder.owner)
             words = sorted({"%s by %s (%s)" % (c["uuid"], c["owner"], c["lease"]) for c in claims})
             more = ["%d more" % (len(refused.detail) - _NAMED_MOST)] if len(refused.detail) > _NAMED_MOST else []
             message = ", ".join(words[:_NAMED_MOST] + more) or "other users are reserving at the same time"
