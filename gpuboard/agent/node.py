@@ -47,7 +47,7 @@ def run(channel: protocol.AgentChannel, config: "Dict[str, Any]") -> None:
 
 class _Node:
     def __init__(self, channel: protocol.AgentChannel, config: "Dict[str, Any]", probe: "Any", first: int) -> None:
-        from gpuboard.agent import proc, traffic  # late: the NVML process is running meanwhile
+        from gpuboard.agent import proc, processes, traffic  # late: the NVML process is running meanwhile
         from gpuboard.agent.claims import store as claims
 
         self.channel = channel
@@ -65,7 +65,7 @@ class _Node:
         if self.job is not None:
             self.folder.job = self.job.tag
         self.procfs = proc
-        self.processes = proc.Processes()
+        self.processes = processes.Processes()
         self.host = probe.host if simulated else proc.Host()
         self.traffic = None if simulated else traffic.Traffic()
         self.seq = 0

@@ -7,7 +7,7 @@ MYPY = False
 if MYPY:
     from typing import Any, Dict, Literal  # novm
 
-    from gpuboard.agent.proc import Processes
+    from gpuboard.agent.processes import Processes
 
 NAMES = ("TERM", "INT", "KILL", "USR1", "STOP", "CONT")
 SAME_S = 1.0  # tolerance of start times, which readings round; pids are not reused this fast

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpuboard.agent.proc import Processes
+from gpuboard.agent.processes import Processes
 from tests.agent import Agent
 
 _OTHER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "sh", "-c")

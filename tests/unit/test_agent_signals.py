@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpuboard.agent import signals
-from gpuboard.agent.proc import Processes
+from gpuboard.agent.processes import Processes
 
 
 @pytest.fixture

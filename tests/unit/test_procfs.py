@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.proc import COMMAND_LIMIT, Host, Processes, delegated_to, first_person, parse_cgroup, parse_stat
+from gpuboard.agent.proc import COMMAND_LIMIT, Host, parse_cgroup, parse_stat
+from gpuboard.agent.processes import Processes, delegated_to, first_person
 from tests.waiting import until
 
 CONTAINER = "3f4c0d" + "ab" * 29

@@ -1,6 +1,6 @@
 """Real processes on simulated GPUs: ranks of the user's runs, shown on the GPUs of their lease."""
 
-from gpuboard.agent import proc
+from gpuboard.agent import proc, processes
 
 MYPY = False
 if MYPY:
@@ -15,7 +15,7 @@ def ranks(ours: "List[Dict[str, Any]]", root: str = "/proc") -> "Dict[str, Dict[
     for one in ours:
         by_lease.setdefault(one["lease"], []).append(one)
     found: "Dict[str, Dict[str, Any]]" = {}
-    reader = proc.Processes(root)
+    reader = processes.Processes(root)
     for pid in sorted(proc.pids(root)):
         values = _variables(pid, root)
         on_node = by_lease.get(values.get("GPUBOARD_LEASE", ""), [])

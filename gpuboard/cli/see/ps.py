@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gpuboard.agent.proc import CPU_SPAN_S
+from gpuboard.agent.processes import CPU_SPAN_S
 from gpuboard.board.filter.matchers import ME
 from gpuboard.board.filter.processes import is_mine
 from gpuboard.cli.context import Context
