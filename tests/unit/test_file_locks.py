@@ -28,11 +28,10 @@ def test_the_holder_of_a_file_lock_is_found(tmp_path: Path, way: str) -> None:
     holder = _start(f"{holds}(file, fcntl.LOCK_EX)\nprint('up', flush=True)\nsys.stdin.read()")
     waiting = _start(waits)
     try:
-        until(lambda: locks.awaited(waiting.pid, locks.read()) is not None)
-        found = locks.awaited(waiting.pid, locks.read())
         own = proc.read_process(holder.pid)
         assert own is not None
-        assert found == {"file": str(path), "pid": holder.pid, "name": own.name, "waits": way != "poll"}
+        found = {"file": str(path), "pid": holder.pid, "name": own.name, "waits": way != "poll"}
+        until(lambda: locks.awaited(waiting.pid, locks.read()) == found)  # its file is open before it waits
         assert locks.awaited(holder.pid, locks.read()) is None
     finally:
         for process in (holder, waiting):
