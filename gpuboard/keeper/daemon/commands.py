@@ -13,7 +13,7 @@ from gpuboard.keeper.runtime_dir import peer_uid, send
 _LONGEST = 1 << 20  # bytes of a request
 
 
-class Command:
+class ConnectedCommand:
     """A gpuboard command that is connected."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -32,12 +32,15 @@ class Commands:
     """All connected commands. ``requested`` gets each request of one, ``left`` one that has disconnected."""
 
     def __init__(
-        self, loop: KeeperLoop, requested: Callable[[Command, bytes], None], left: Callable[[Command], None]
+        self,
+        loop: KeeperLoop,
+        requested: Callable[[ConnectedCommand, bytes], None],
+        left: Callable[[ConnectedCommand], None],
     ) -> None:
         self._loop = loop
         self._requested = requested
         self._left = left
-        self._connected: set[Command] = set()
+        self._connected: set[ConnectedCommand] = set()
 
     def __len__(self) -> int:
         return len(self._connected)
@@ -56,11 +59,11 @@ class Commands:
             connection.close()
             return
         connection.settimeout(1.0)
-        command = Command(connection)
+        command = ConnectedCommand(connection)
         self._connected.add(command)
         self._loop.watch(connection.fileno(), partial(self._receive, command))
 
-    def _receive(self, command: Command) -> None:
+    def _receive(self, command: ConnectedCommand) -> None:
         try:
             data = command.connection.recv(65536)
         except OSError:

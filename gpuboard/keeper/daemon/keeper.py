@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 
 from gpuboard.keeper.daemon.calls import NodeAnswer
-from gpuboard.keeper.daemon.commands import Command, Commands
+from gpuboard.keeper.daemon.commands import Commands, ConnectedCommand
 from gpuboard.keeper.daemon.heartbeats import Nodes, key_of
 from gpuboard.keeper.daemon.lease import KeeperContext, KeptLease, of_holder
 from gpuboard.keeper.daemon.loop import KeeperLoop, boottime, log, write_log_to
@@ -105,13 +105,13 @@ class Keeper:
 
     # --- requests of commands
 
-    def _left(self, command: Command) -> None:
+    def _left(self, command: ConnectedCommand) -> None:
         for kept in list(self.kept.values()):
             if kept.command is command:
                 kept.command = None
                 kept.release_unconfirmed()
 
-    def _handle(self, command: Command, line: bytes) -> None:
+    def _handle(self, command: ConnectedCommand, line: bytes) -> None:
         try:
             message = json.loads(line)
             op = message["op"]
@@ -144,7 +144,7 @@ class Keeper:
         except OSError as error:
             command.reply(f"{self.folder}: {error.strerror}")
 
-    def _adopt(self, command: Command, record: LeaseRecord) -> None:
+    def _adopt(self, command: ConnectedCommand, record: LeaseRecord) -> None:
         if record.holder is not None and not alive(record.holder):
             command.reply(f"the holder of lease {record.lease}, pid {record.holder.pid}, has ended")
             return

@@ -18,7 +18,7 @@ from gpuboard.agent.proc import read_process
 from gpuboard.files import write_private
 from gpuboard.keeper import processes
 from gpuboard.keeper.daemon.calls import NodeAnswer
-from gpuboard.keeper.daemon.commands import Command
+from gpuboard.keeper.daemon.commands import ConnectedCommand
 from gpuboard.keeper.daemon.heartbeats import Nodes
 from gpuboard.keeper.daemon.loop import KeeperLoop, boottime, log
 from gpuboard.keeper.holder import alive
@@ -41,7 +41,7 @@ class KeeperContext(NamedTuple):
 class KeptLease:
     """A lease, and the events that change it. Methods that write its record raise OSError."""
 
-    def __init__(self, record: LeaseRecord, context: KeeperContext, command: Command | None = None) -> None:
+    def __init__(self, record: LeaseRecord, context: KeeperContext, command: ConnectedCommand | None = None) -> None:
         """``command``: the one that reserved it and has not confirmed it yet."""
         self._folder, self._loop, self._nodes, self._timing, self._ended = context
         self.record = record
@@ -89,7 +89,7 @@ class KeptLease:
 
     # --- requests of commands
 
-    def confirm(self, command: Command) -> None:
+    def confirm(self, command: ConnectedCommand) -> None:
         """The owner has the lease: from now on only its holder determines when it ends."""
         if self.command is command:
             self.command = None
