@@ -23,6 +23,7 @@ from gpuboard.launch.attempt.gate import StartGate
 from gpuboard.launch.attempt.outcome import AttemptOutcome
 from gpuboard.launch.attempt.record import AttemptRecord
 from gpuboard.launch.attempt.requests import Requests, SignalReceived, suspend
+from gpuboard.launch.attempt.silence import SilentNodes
 from gpuboard.launch.causes import gpus, stderr
 from gpuboard.launch.causes.exits import signal_name
 from gpuboard.launch.failure import FailureWatch
@@ -36,7 +37,7 @@ from gpuboard.launch.stalls.follower import ExplainRequest, StallFollower
 from gpuboard.launch.stalls.straggler import Straggler
 from gpuboard.launch.stalls.waits import rank_words
 from gpuboard.launch.stdin import StdinReader
-from gpuboard.launch.supervisors import CallReply, SupervisorEvent, SupervisorLost, Supervisors
+from gpuboard.launch.supervisors import CallReply, SupervisorEvent, SupervisorLost, Supervisors, SupervisorSeen
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
@@ -102,6 +103,13 @@ class Head:
             self._supervisors, self._watch.ranks, read_gpus=self._read_gpus, notify=record.print
         )
         heading = f"--- {attempt_text(plan)} at {iso(time.time())} ---" if before else ""
+        self._silent = SilentNodes(
+            self._supervisors,
+            self._watch.ranks,
+            lost_head_s=plan.options.lost_head_s,
+            timing=timing,
+            notify=record.print,
+        )
         self._logs = Logs(folder.path, record.report_incomplete, heading)
         labels = {rank: f"{view.node}:{view.index}" for rank, view in self._watch.ranks.items()}
         self._relay = Relay(labels, self._logs, screen, mark=self._watch.mark)
@@ -112,6 +120,7 @@ class Head:
             watch=self._watch,
             stalls=self._stalls,
             straggler=self._straggler,
+            silent=self._silent,
             relay=self._relay,
             record=record,
             before=before.view() if before else None,
@@ -236,6 +245,8 @@ class Head:
             self._on_reply(item)
         elif isinstance(item, SupervisorLost):
             self._on_lost(item.node, item.error, now)
+        elif isinstance(item, SupervisorSeen):
+            self._silent.take(item)
         elif isinstance(item, SignalReceived):
             self._on_signal(item.number, now)
         elif isinstance(item, ControlRequest):
@@ -290,6 +301,7 @@ class Head:
             self._watch.node_lost(item.node, f"cannot start its ranks: {item.value}", time.monotonic())
 
     def _on_lost(self, node: str, error: str, now: float) -> None:
+        self._silent.forget(node)
         if node in self._sweeping:
             self._sweeping.remove(node)
         elif self._gate.opened or self._ending.stopping:
@@ -356,6 +368,8 @@ class Head:
             self._pinged = now
             for node in self._supervisors.ping():
                 self._on_lost(node, f"no response for {self._plan.options.lost_head_s:.0f} s", now)
+            if self._gate.opened and self._silent.tick(now):
+                self._outcome.changed()
         self._outcome.save(self._timing.save_s)
         backlog = self._screen.backlog
         if backlog > _HOLD_ABOVE if not self._holding else backlog < _HOLD_BELOW:

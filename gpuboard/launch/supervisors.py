@@ -15,6 +15,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
+from gpuboard.launch.stalls.evidence import Inspection, RankEvidence
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.reading import Event, Hello, Reading, Static
 from gpuboard.model.replies import Done, Malformed
@@ -61,6 +62,14 @@ class SupervisorLost(msgspec.Struct, frozen=True):
 
     node: str
     error: str
+
+
+class SupervisorSeen(msgspec.Struct, frozen=True):
+    """A look at a supervisor's process. ``found``: what it does, or why that is not known."""
+
+    node: str
+    pid: int
+    found: RankEvidence | str
 
 
 class Supervisors:
@@ -156,6 +165,39 @@ class Supervisors:
                     self._ping[node] = now, pending
         self._pinged = time.monotonic()
         return lost
+
+    def silent(self) -> dict[str, float]:
+        """Return for how long each reachable supervisor has sent nothing, as the number of pings since then says."""
+        return {
+            node: (self._unanswered.get(node, 1) - 1) * self._timing.ping_s
+            for node, link in self._links.items()
+            if self.reachable(node) and link.hello is not None
+        }
+
+    def reachable(self, node: str) -> bool:
+        """Return whether the connection to a supervisor stands."""
+        return self._links[node].over is None
+
+    def look(self, node: str) -> None:
+        """Look at a supervisor's process over a second connection; one :class:`SupervisorSeen` follows on the inbox."""
+        there, hello = self._nodes[node], self._links[node].hello
+        assert hello is not None
+        pid = hello.pid
+        link = self._connector.open(
+            node, there.host, role="runs", config={}, listener=lambda _: None, ended=lambda _: None, job=there.job
+        )
+        pending = link.submit("inspect", {"ranks": [[0, pid]]})
+
+        def wait() -> None:
+            found: RankEvidence | str
+            try:
+                found = next(iter(pending.result(self._timing.look_s, Inspection).ranks), "it was not found")
+            except (CallFailed, LinkLost) as error:
+                found = str(error).removeprefix(f"{node}: ")
+            link.close()
+            self._inbox.put(SupervisorSeen(node, pid, found))
+
+        threading.Thread(target=wait, name=f"look-{node}", daemon=True).start()
 
     def complete_until(self) -> float:
         """Return the moment (monotonic) up to which the events of every reachable supervisor are on the inbox.

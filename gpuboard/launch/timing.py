@@ -28,6 +28,12 @@ class HeadTiming(msgspec.Struct, frozen=True):
     cause_wait_s: float = 1.0
     # longest wait for a supervisor that does not answer pings, before the failures of other nodes are evaluated
     supervisor_wait_s: float = 4.0
+    # silence of a node after which its supervisor is looked at over a second connection
+    silent_s: float = 4.0
+    # silence of a node until a supervisor that is not stopped is reported: a busy node delays it
+    unresponsive_s: float = 10.0
+    # deadline of that look: a new connection, and 1 s for signs of activity
+    look_s: float = 10.0
     # pause before the first restart of a run, and its limit: twice as long each time
     restart_pause_s: float = 1.0
     restart_pause_max_s: float = 60.0

@@ -134,6 +134,19 @@ def test_the_head_waits_for_events_of_a_suspended_supervisor(tmp_path: Path) -> 
         assert [(verdict.rank, verdict.kind) for verdict in head.view().verdicts] == [(1, "raised")]
 
 
+def test_a_stopped_supervisor_is_named_until_it_continues(tmp_path: Path) -> None:
+    with two_nodes(tmp_path, msgspec.structs.replace(TIMING, silent_s=0.5)) as (head, supervisor):
+        os.kill(supervisor, signal.SIGSTOP)
+        assert head._pump(lambda: bool(head.view().verdicts), time.monotonic() + 60)
+        (verdict,) = head.view().verdicts
+        assert (verdict.kind, verdict.node) == ("node-silent", "gpu01")
+        assert f"its supervisor (pid {supervisor}) is stopped" in verdict.text
+        assert f"kill -CONT {supervisor} on gpu01; after 60 s" in verdict.evidence
+        os.kill(supervisor, signal.SIGCONT)
+        assert head._pump(lambda: not head.view().verdicts, time.monotonic() + 60)
+    assert "gpu01 responds again after " in (head._record.folder.path / "head.log").read_text()
+
+
 def test_the_wait_for_a_suspended_supervisor_is_limited(tmp_path: Path) -> None:
     with two_nodes(tmp_path, msgspec.structs.replace(TIMING, supervisor_wait_s=0.5)) as (head, supervisor):
         os.kill(supervisor, signal.SIGSTOP)

@@ -10,6 +10,7 @@ import msgspec
 from gpuboard.launch.attempt.ending import Ending
 from gpuboard.launch.attempt.gate import StartGate
 from gpuboard.launch.attempt.record import AttemptRecord
+from gpuboard.launch.attempt.silence import SilentNodes
 from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.output import Relay
 from gpuboard.launch.plan import LaunchPlan
@@ -34,6 +35,7 @@ class AttemptOutcome:
         watch: FailureWatch,
         stalls: StallFollower,
         straggler: Straggler,
+        silent: SilentNodes,
         relay: Relay,
         record: AttemptRecord,
         before: RunView | None,
@@ -50,6 +52,7 @@ class AttemptOutcome:
         self._watch = watch
         self._stalls = stalls
         self._straggler = straggler
+        self._silent = silent
         self._relay = relay
         self._record = record
         self._before = before
@@ -146,7 +149,7 @@ class AttemptOutcome:
                 for c in grouped(refused)
             ]
         stalled = [self._stalls.verdict] if self._stalls.verdict else []
-        slow = [self._straggler.verdict] if self._straggler.verdict else []
+        slow = [*([self._straggler.verdict] if self._straggler.verdict else []), *self._silent.verdicts.values()]
         if cause is None or cause.kind == "stalled" or self._passed:
             return stalled + slow
         return [

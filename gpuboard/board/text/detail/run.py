@@ -59,7 +59,7 @@ def about(entry: RunEntry, detail: RunDetail | None, stop: Stop | None, scene: S
         lines.append(("Elsewhere", f"{words}; written {age} ago", "warn"))
     for verdict in view.verdicts:
         name = "Why" if verdict.attempt == view.attempt else f"Attempt {verdict.attempt}"
-        mild = view.state == "stopped" or verdict.kind == "slow"
+        mild = view.state == "stopped" or verdict.kind in {"slow", "node-silent"}
         lines.append((name, clean(verdict.text, 600), "warn" if mild else "bad"))
         if verdict.kind == "preflight" and verdict.evidence:
             lines.append(("Remedy", clean(verdict.evidence, 400), "good"))
