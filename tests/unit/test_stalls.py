@@ -142,6 +142,59 @@ def test_the_program_that_a_rank_waits_for_is_named(module: str) -> None:
     assert "which is at train.py:41 in load_batch, waiting for its process 7 (ffmpeg); rank 0" in found.words
 
 
+SUBPROCESS = [StackFrame("_try_wait", "/usr/lib/python3.11/subprocess.py", 2000), StackFrame("run", "/exp/run.py", 8)]
+
+
+def parent(rank: int, *children: list[StackFrame]) -> RankEvidence:
+    """Return the evidence of a rank that waits for processes with these stacks."""
+    return seen(rank, SUBPROCESS, children=[ChildProcess(70 + i, "python", "S", c) for i, c in enumerate(children)])
+
+
+def test_a_rank_whose_process_waits_for_that_of_another_rank_waits_for_it() -> None:
+    alone = {f"rank{rank}": status(rank, joined=False) for rank in (0, 1)}
+    found = verdict(parent(0, INIT), parent(1, LOAD), **alone)
+    assert found is not None
+    assert (found.kind, found.ranks) == ("stall-absent", (1,))
+    assert found.words == (
+        "for rank 1 (gpu01:1), which has not called init_process_group: it is at run.py:8 in run, waiting for its "
+        "process 70 (python), which is at train.py:41 in load_batch; rank 0 (gpu01:0) waits in init_process_group in "
+        "its process 70 at train.py:9"
+    )
+
+
+def test_a_process_that_others_of_its_rank_wait_for_is_named() -> None:
+    found = verdict(parent(0, INIT, LOAD), parent(1, INIT))
+    assert found is not None
+    assert (found.kind, found.ranks) == ("stall-behind", (0,))
+    assert found.words == (
+        "for process 71 of rank 0 (gpu01:0), which is at train.py:41 in load_batch; its process 70 waits in "
+        "init_process_group at train.py:9"
+    )
+
+
+def test_processes_of_ranks_that_all_wait_lack_others() -> None:
+    found = verdict(parent(0, INIT, INIT), parent(1, REDUCE))
+    assert found is not None
+    assert (found.kind, found.ranks) == ("stall-network", (0, 1))
+    assert found.words.startswith(
+        "in init_process_group at train.py:9; all_reduce at train.py:55 in step: processes that ranks 0-1 started"
+    )
+
+
+def test_workers_of_a_loader_and_busy_ranks_wait_for_no_other_rank() -> None:
+    assert verdict(parent(0, WORKER), parent(1, WORKER)) is None
+    busy = {"rank0": status(0, None), "rank1": status(1, None)}
+    assert verdict(parent(0, INIT, LOAD), parent(1, INIT), **busy) is None
+
+
+def test_a_store_that_a_script_opens_itself_is_named() -> None:
+    alone = {f"rank{rank}": status(rank, joined=False) for rank in (0, 1)}
+    source = 'store = dist.TCPStore("127.0.0.1", 29871)'
+    found = verdict(seen(0, LOAD, source=source), seen(1, LOAD, source=source), **alone)
+    assert found is not None
+    assert found.words.startswith("in TCPStore at train.py:41 in load_batch: ranks 0-1 have not connected to the store")
+
+
 def test_a_rank_that_waits_for_its_loader_is_traced_to_the_worker() -> None:
     children = [ChildProcess(7, "python", "S", WORKER)]
     found = verdict(WAITING, seen(1, LOADER, group(11, 11), children=children))
@@ -485,6 +538,18 @@ def test_ranks_that_are_all_idle_elsewhere_are_reported() -> None:
     run = Run(IDLE, quiet=True, waiting=seen(0, LOAD, group(11, 11)))
     assert run.follow(100) == pytest.approx(90, abs=2)
     assert run.watch.messages[0].startswith("stalled: waiting 90 s while no rank computes, reads or writes: ranks 0-1")
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_ranks_that_wait_for_a_connection_are_reported_soon_and_once(below: bool) -> None:
+    source = "server.connect(address)"
+    child = ChildProcess(7, "python", "S", LOAD, source)
+    waiting = seen(0, SUBPROCESS, children=[child]) if below else seen(0, LOAD, source=source)
+    run = Run(IDLE, quiet=True, waiting=waiting)
+    assert run.follow(100) == pytest.approx(10, abs=1)
+    assert "waits for a connection to be opened at train.py:41" in run.watch.messages[0]
+    run.watch.messages.clear()
+    assert run.follow(38, start=10.5) is None, "neither repeated nor called over"
 
 
 def test_a_rank_that_writes_is_given_time() -> None:

@@ -18,6 +18,8 @@ _WORKER_LOOP = re.compile(r"torch/utils/data/_utils/worker\.py$")
 _DISTRIBUTED = re.compile(r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed\.py$")
 _BACKWARD = "_engine_run_backward"
 _EXCHANGES = re.compile(r"torch/distributed/(?!elastic/|checkpoint/)")  # a checkpoint is written to a disk
+_STORE = re.compile(r"\bTCPStore\(")
+_CONNECT = re.compile(r"\.connect\(|\bcreate_connection\(")
 _TRANSFERS = frozenset({"recv", "send"})
 # Of Work, torch's handle of an operation, which is native code: other objects with such a method are Python code
 _WAIT = re.compile(r"(?<!\bos)\.wait\(")
@@ -67,12 +69,13 @@ class ProcessGroup(msgspec.Struct, frozen=True):
 
 
 class ChildProcess(msgspec.Struct, frozen=True):
-    """A process below a rank, for example a DataLoader worker."""
+    """A process below a rank, for example a DataLoader worker. ``source`` as in :class:`RankEvidence`."""
 
     pid: Count
     name: str = ""
     state: str = ""
     stack: list[StackFrame] = []
+    source: str = ""
 
 
 class FileLock(msgspec.Struct, frozen=True):
@@ -146,9 +149,30 @@ def _innermost_own(stack: Sequence[StackFrame]) -> StackFrame | None:
     return next((frame for frame in stack if not is_library(frame.file)), None)
 
 
-def waits_in_init(stack: Sequence[StackFrame]) -> bool:
-    """Whether the rank is inside init_process_group or new_group."""
-    return any(frame.function in _INIT and "torch/distributed/" in frame.file for frame in stack)
+def waits_in_init(stack: Sequence[StackFrame], source: str = "") -> bool:
+    """Whether a process is inside init_process_group or new_group, or connects to a store itself."""
+    called = any(frame.function in _INIT and "torch/distributed/" in frame.file for frame in stack)
+    return called or bool(_STORE.search(source))
+
+
+def connects(stack: Sequence[StackFrame], source: str) -> bool:
+    """Whether a process is inside the call that opens a connection."""
+    inside = bool(stack) and stack[0].function == "create_connection" and stack[0].file.endswith("/socket.py")
+    return inside or bool(_CONNECT.search(source))
+
+
+def waiting_children(evidence: RankEvidence) -> tuple[list[ChildProcess], list[ChildProcess]]:
+    """Return the Python processes below a rank that wait for others in torch.distributed, and those that do not.
+
+    DataLoader workers are left out, and multiprocessing's own helpers.
+    """
+    found = [
+        child
+        for child in evidence.children
+        if _innermost_own(child.stack) is not None and not any(_WORKER_LOOP.search(f.file) for f in child.stack)
+    ]
+    waiting = [child for child in found if waits_in_init(child.stack, child.source) or waits_in_collective(child.stack)]
+    return waiting, [child for child in found if child not in waiting]
 
 
 def waits_in_collective(stack: Sequence[StackFrame]) -> str | None:

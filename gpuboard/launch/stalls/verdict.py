@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from gpuboard.launch.stalls.differences import difference_at
-from gpuboard.launch.stalls.evidence import RankEvidence
+from gpuboard.launch.stalls.evidence import RankEvidence, waiting_children
 from gpuboard.launch.stalls.pace import GroupPace
 from gpuboard.launch.stalls.waits import (
     DEFAULT_GROUP,
@@ -17,6 +17,7 @@ from gpuboard.launch.stalls.waits import (
     RankGroup,
     RankStatus,
     activity,
+    child_call,
     rank_words,
     ranks_label,
     roots,
@@ -31,6 +32,7 @@ from gpuboard.launch.stalls.words import (
     is_at,
     lock,
     other_program,
+    process_place,
     seconds,
     waiting,
 )
@@ -69,6 +71,8 @@ def diagnose(activities: Mapping[int, Activity]) -> Stall | None:
     waits = waits_for(activities)
     if stopped and (waits or len(stopped) == len(activities)):
         return _stopped(stopped, waits, activities)
+    if (inside := _processes(activities)) is not None:
+        return inside
     if not waits:
         return None
     if (wrong := _wrong_numbers(activities)) is not None:
@@ -175,6 +179,27 @@ def _wrong_numbers(activities: Mapping[int, Activity]) -> Stall | None:
         "call init_process_group without rank and world_size, or with RANK (not LOCAL_RANK) and WORLD_SIZE",
         node=_suspect(ones),
     )
+
+
+def _processes(activities: Mapping[int, Activity]) -> Stall | None:
+    """Return the verdict if processes that ranks have started wait for others of the same rank."""
+    found = []
+    for one in activities.values():
+        if one.doing == "code" and one.evidence is not None and one.status.quiet_s is not None:
+            waiting, others = waiting_children(one.evidence)
+            if waiting and others:
+                found.append((one, waiting[0], others[0]))
+    if not found:
+        return None
+    parts = [
+        f"process {other.pid} of {one.status.label}, which is{process_place(other)}; its process {child.pid} waits "
+        f"in {child_call(child)}{process_place(child)}"
+        for one, child, other in found[:NAMED]
+    ]
+    parts += [f"{len(found) - NAMED} more ranks"] if len(found) > NAMED else []
+    ones = [one for one, _, _ in found]
+    ranks = tuple(one.status.rank for one in ones)
+    return Stall("stall-behind", ranks, _suspect(ones), f"for {'; '.join(parts)}")
 
 
 def _stopped(ones: list[Activity], waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:
@@ -315,6 +340,18 @@ def _differ(ones: list[Activity], words: str, remedy: str, *, node: str | None =
 
 
 def _network(ones: list[Activity]) -> Stall:
+    if any(one.process is not None for one in ones):
+        children = [child for one in ones if one.evidence for child in waiting_children(one.evidence)[0]]
+        places = list(dict.fromkeys(f"{child_call(child)}{process_place(child)}" for child in children))
+        return Stall(
+            "stall-network",
+            tuple(one.status.rank for one in ones),
+            _suspect(ones),
+            f"in {'; '.join(places[:NAMED])}: processes that {ranks_label(ones)} started wait for others, and none of "
+            "theirs is elsewhere",
+            "give every process of a group its own rank, and their number as world_size; or call the training function "
+            "once in each rank, with RANK and WORLD_SIZE from the environment",
+        )
     if not any(one.status.joined for one in ones):
         return Stall(
             "stall-network",

@@ -8,12 +8,14 @@ from typing import Literal
 import msgspec
 
 from gpuboard.launch.stalls.evidence import (
+    ChildProcess,
     Collective,
     ProcessGroup,
     RankEvidence,
     StackFrame,
     own_frame,
     transfers,
+    waiting_children,
     waits_for_data,
     waits_for_work,
     waits_in_collective,
@@ -48,7 +50,10 @@ Doing = Literal["ended", "stopped", "blocked", "importing", "init", "collective"
 
 
 class Activity(msgspec.Struct, frozen=True):
-    """What one rank is doing. ``group``, ``seq``: the collective in which it waits, if the flight recorder has it."""
+    """What one rank is doing. ``group``, ``seq``: the collective in which it waits, if the flight recorder has it.
+
+    ``process``: the one below the rank that waits for others, in the rank's place.
+    """
 
     status: RankStatus
     evidence: RankEvidence | None
@@ -57,6 +62,7 @@ class Activity(msgspec.Struct, frozen=True):
     call: str = ""  # of torch.distributed
     group: ProcessGroup | None = None
     peer: int | None = None  # the rank that it receives from or sends to, if that is known
+    process: ChildProcess | None = None
 
     @property
     def waits(self) -> bool:
@@ -101,8 +107,8 @@ def activity(status: RankStatus, evidence: RankEvidence | None) -> Activity:
     if status.importing:
         return Activity(status, evidence, "importing", frame)
     call = waits_in_collective(evidence.stack) or ""
-    if waits_in_init(evidence.stack):
-        return Activity(status, evidence, "init", frame, call)
+    if waits_in_init(evidence.stack, evidence.source):
+        return Activity(status, evidence, "init", frame, call or "TCPStore")
     if transfers(evidence.stack):
         return Activity(status, evidence, "collective", frame, evidence.stack[0].function, peer=evidence.peer)
     open_groups = [g for g in evidence.collectives or [] if g.enqueued > g.completed]
@@ -114,7 +120,20 @@ def activity(status: RankStatus, evidence: RankEvidence | None) -> Activity:
         return Activity(status, evidence, "collective", frame, call or HANDLE_WAIT)
     if call == "backward" and evidence.collectives is None and status.quiet_s is not None:
         return Activity(status, evidence, "collective", frame, call)
-    return Activity(status, evidence, "data" if waits_for_data(evidence.stack) else "code", frame, call)
+    if waits_for_data(evidence.stack):
+        return Activity(status, evidence, "data", frame, call)
+    waiting, others = waiting_children(evidence)
+    if status.quiet_s is not None and waiting and not others:
+        child = waiting[0]
+        doing: Doing = "init" if waits_in_init(child.stack, child.source) else "collective"
+        call = child_call(child)
+        return Activity(status, evidence, doing, own_frame(child.stack), call, process=child)
+    return Activity(status, evidence, "code", frame, call)
+
+
+def child_call(child: ChildProcess) -> str:
+    """Return the function of torch.distributed in which a process below a rank waits for others."""
+    return waits_in_collective(child.stack) or "TCPStore"
 
 
 def waits_for(activities: Mapping[int, Activity]) -> dict[int, frozenset[int]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from gpuboard.agent.launch.rank.traceback_text import is_library
-from gpuboard.launch.stalls.evidence import Inspection, RankEvidence
+from gpuboard.launch.stalls.evidence import Inspection, RankEvidence, connects
 from gpuboard.launch.stalls.verdict import Stall, diagnose, grouped, picture
 from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity
 from gpuboard.launch.stalls.words import seconds
@@ -44,6 +44,8 @@ class StallTiming(msgspec.Struct, frozen=True):
     importing_s: float = 60.0
     # wait for ranks that are all quiet and not in a collective: a download, an input prompt, a save at the end
     all_quiet_s: float = 90.0
+    # wait for ranks that are all quiet, one of them while it opens a connection: that takes a second, with packet loss
+    connect_s: float = 10.0
     # first interval between two messages about the same stall; doubles each time
     repeat_s: float = 30.0
     # interval of inspections of ranks on GPUs, which may use a whole CPU while they wait
@@ -157,8 +159,8 @@ class StallWatch:
         self._look_at = now + self._interval
         self._interval = min(self._interval * 1.3, self._timing.longest_s)
         if stall is None:
-            self._moves(now)
-            self._all_quiet(activities, now)
+            if not self._all_quiet(activities, now):
+                self._moves(now)
             return
         key = (stall.kind, stall.ranks, *(_progress(one) for one in activities.values()))
         if key != self._key:
@@ -260,26 +262,36 @@ class StallWatch:
             self.report = None
         self._key = None
 
-    def _all_quiet(self, activities: Mapping[int, Activity], now: float) -> None:
-        """Report a run whose ranks are all quiet although none waits for another."""
+    def _all_quiet(self, activities: Mapping[int, Activity], now: float) -> bool:
+        """Report a run whose ranks are all quiet although none waits for another; return whether it is one."""
         running = [rank for rank, one in activities.items() if one.doing != "ended"]
         if not running or any(rank not in self._quiet for rank in running):
-            return
+            return False
         since = max(self._quiet[rank] for rank in running)
-        if now - since < self._timing.all_quiet_s:
-            self._look_at = min(self._look_at, since + self._timing.all_quiet_s)
-            return
+        wanted = self._timing.connect_s if any(map(_connects, activities.values())) else self._timing.all_quiet_s
+        if now - since < wanted:
+            self._look_at = min(self._look_at, since + wanted)
+            return False
         groups = grouped(activities, None)
         lines = picture(groups, activities)
         words = "while no rank computes, reads or writes: " + "; ".join(lines[:3])
         stall = Stall("stall-idle", tuple(running), None, words)
         self._key = ("idle",)
         self._say(StallReport(stall, since, "", lines, [], groups), now)
+        return True
 
 
 def _progress(one: Activity) -> object:
     groups = (one.evidence.collectives if one.evidence else None) or []
     return one.status.rank, one.doing, tuple((g.name, g.enqueued, g.completed) for g in groups)
+
+
+def _connects(one: Activity) -> bool:
+    """Whether a rank, or a process below it, opens a connection."""
+    found = one.evidence
+    if found is None:
+        return False
+    return connects(found.stack, found.source) or any(connects(c.stack, c.source) for c in found.children)
 
 
 def _sleeps(one: RankEvidence) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from gpuboard.launch.stalls.evidence import dataset_frame
+from gpuboard.launch.stalls.evidence import ChildProcess, connects, dataset_frame, own_frame
 from gpuboard.launch.stalls.waits import HANDLE_WAIT, Activity, ranks_label
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
 NAMED = 3  # ranks, or places, that a sentence describes one by one
 _LITTLE = 0.01  # of a core: of an active rank whose use of the CPU is not known
-_CHILD = ("/subprocess.py", "/multiprocessing/popen_fork.py")  # modules that wait for a child process
+# Modules, and calls in the user's own code, that wait for a child process
+_CHILD = ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/connection.py")
+_WAITPID = re.compile(r"\bos\.wait(pid|id|3|4)?\(")
 _WARNING = re.compile(r"(^|\]:)\[?[IW]\d{4} |Warning\b")  # of torch's C++ code and its Python code, of Python
 
 
@@ -35,10 +37,15 @@ def describe(one: Activity) -> str:
         "code": "running" if one.status.quiet_s is None else _idle(one),
         "unknown": "state unknown",
     }[one.doing]
-    return f"{words}{at_place(one)}{_worker(one) if one.doing == 'data' else ''}"
+    below = f" in its process {one.process.pid}" if one.process is not None else ""
+    return f"{words}{below}{at_place(one)}{_worker(one) if one.doing == 'data' else ''}"
 
 
 def _idle(one: Activity) -> str:
+    if one.evidence is not None and connects(one.evidence.stack, one.evidence.source):
+        return "waits for a connection to be opened"
+    if (child := _awaited(one)) is not None:
+        return f"waits for its process {child.pid} ({clean(child.name, 40)}){_child_at(child)}, started"
     at_exit = one.frame is not None and one.frame.function == "_shutdown" and one.frame.file.endswith("threading.py")
     return "its script has ended, and it waits for its other threads" if at_exit else "idle"
 
@@ -97,11 +104,31 @@ def is_at(one: Activity, absent: bool) -> str:
     how = ""
     if evidence is not None and cpu(one) and (evidence.cpu or 0.0) >= _LITTLE:
         how = f" ({round(100 * cpu(one))} % of a core{', holding the GIL' if evidence.gil else ''})"
-    if evidence is not None and evidence.stack and evidence.stack[0].file.endswith(_CHILD):
-        how = "".join(f", waiting for its process {c.pid} ({clean(c.name, 40)})" for c in evidence.children[:1]) + how
+    if (child := _awaited(one)) is not None:
+        how = f", waiting for its process {child.pid} ({clean(child.name, 40)}){_child_at(child)}{how}"
     last = clean(one.status.last_error, 200)
     quoted = f"; its last line on stderr: {last}" if last and not _WARNING.search(last) else ""
     return f"{before}is{place}{how}{quoted}"
+
+
+def process_place(child: ChildProcess) -> str:
+    """Return `` at train.py:41 in step``, "" if its place is unknown."""
+    frame = own_frame(child.stack)
+    return f" at {frame.place}" if frame is not None else ""
+
+
+def _awaited(one: Activity) -> ChildProcess | None:
+    """Return the process for which a rank waits."""
+    evidence = one.evidence
+    if evidence is None or not evidence.stack or not evidence.children:
+        return None
+    waits = evidence.stack[0].file.endswith(_CHILD) or _WAITPID.search(evidence.source)
+    return next((c for c in evidence.children if c.stack), evidence.children[0]) if waits else None
+
+
+def _child_at(child: ChildProcess) -> str:
+    does = " waits for a connection to be opened" if connects(child.stack, child.source) else " is"
+    return f", which{does}{place}" if (place := process_place(child)) else ""
 
 
 def other_program(one: Activity) -> str:

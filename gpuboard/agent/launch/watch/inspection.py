@@ -90,6 +90,7 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dic
         item.update(_stack(spies.get(item["pid"]), item["pid"], until))
         for child in item["children"]:
             child.update(_stack(spies.get(child["pid"]), child["pid"], until))
+            child["source"] = _source(child["stack"])
         if item.get("stack_error") and item["state"] not in ("t", "T", None) and time.monotonic() < until:
             # Its variables may be what py-spy cannot read.
             plain = _stack(_spy(pyspy, item["pid"], stopped=False, locals_too=False), item["pid"], until)
