@@ -418,6 +418,8 @@ class Head:
             kill = self._ending.forwarding(number, now)
             self._record.print(f"forwarding {signal_name(number)} to {rank_words(self._watch.running)}{kill}")
             self._watch.note_forwarded(number)
+            if number == signal.SIGTERM:
+                self._stalls.terminated()
             self._supervisors.call_all("signal", {"signal": number, "ranks": None})
         elif number == signal.SIGTERM:
             self._ending.ask("SIGTERM", 128 + number, None)

@@ -552,6 +552,15 @@ def test_ranks_that_wait_for_a_connection_are_reported_soon_and_once(below: bool
     assert run.follow(38, start=10.5) is None, "neither repeated nor called over"
 
 
+def test_the_end_of_ranks_after_sigterm_is_no_progress() -> None:
+    run = Run(IDLE, quiet=True)
+    assert run.follow(60)
+    run.watch.messages.clear()
+    run.watch.ending = True
+    run.watch.inspected([status(0, None), status(1, ended=True)], [Inspection([seen(0, LOAD)])], 20.0)
+    assert run.watch.messages == []
+
+
 def test_a_rank_that_writes_is_given_time() -> None:
     writing = msgspec.structs.replace(BUSY, moved_bytes=10**6)
     assert Run(writing, quiet=False).follow(39) is None

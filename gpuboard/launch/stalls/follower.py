@@ -68,6 +68,10 @@ class StallFollower:
         """Record what a rank called until its end."""
         self._leaving.append(event)
 
+    def terminated(self) -> None:
+        """Record that the ranks were sent SIGTERM."""
+        self._watch.ending = True
+
     def succeeded(self) -> None:
         """Print a difference that no rank noticed, now that all have ended."""
         labels = {rank: f"rank {rank} ({view.node}:{view.index})" for rank, view in self._ranks.ranks.items()}

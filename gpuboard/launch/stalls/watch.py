@@ -87,6 +87,7 @@ class StallWatch:
     def __init__(self, *, on_gpus: bool, timing: StallTiming = DEFAULT_STALL_TIMING) -> None:
         self.report: StallReport | None = None
         self.messages: list[str] = []
+        self.ending = False  # the ranks were told to end: what changes then is no progress
         self._gpu_s = timing.gpu_s if on_gpus else float("inf")
         self._timing = timing
         self._quiet: dict[int, float] = {}  # rank → since when it has been quiet
@@ -258,7 +259,8 @@ class StallWatch:
             waited = now - self.report.since
             place = self.report.place
             self._patience[place] = max(waited, self._patience.get(place, 0.0))
-            self.messages.append(f"the run continues after {seconds(waited)}")
+            if not self.ending:
+                self.messages.append(f"the run continues after {seconds(waited)}")
             self.report = None
         self._key = None
 
