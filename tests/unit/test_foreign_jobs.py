@@ -64,6 +64,16 @@ def test_ranks_are_found_below_launchers_and_shells() -> None:
             jobs.find(alone.pid)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes capabilities away from root")
+def test_root_in_a_container_is_told_what_it_lacks() -> None:
+    code = "import sys; from gpuboard.agent.runs import jobs; jobs.find(int(sys.argv[1]))"
+    without = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all", sys.executable, "-c", code]
+    with subprocess.Popen(["sleep", "60"], user=65534) as other:
+        done = subprocess.run([*without, str(other.pid)], capture_output=True, text=True, check=False)
+        other.kill()
+    assert f"cannot inspect pid {other.pid}: root may not read its environment here" in done.stderr
+
+
 def part(*ranks: int, size: int = 4, address: str = "10.0.0.1") -> NodeJobs:
     """Return one node's answer."""
     placed = [JobProcess(rank, 100 + rank, at, size) for at, rank in enumerate(ranks)]

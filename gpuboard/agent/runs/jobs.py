@@ -72,8 +72,10 @@ def _environ(pid: int) -> "Dict[str, str]":
         raise CallRefused("no-process", "cannot inspect pid %d: there is no such process" % pid)
     listed = proc.read_environ(pid)
     if listed is None:
-        words = "cannot inspect pid %d: it is another user's process: run this as that user or as root" % pid
-        raise CallRefused("not-yours", words)
+        why = "it is another user's process: run this as that user or as root"
+        if os.geteuid() == 0:
+            why = "root may not read its environment here, for lack of capabilities: run this outside of the container"
+        raise CallRefused("not-yours", "cannot inspect pid %d: %s" % (pid, why))
     return _mapped(listed)
 
 
