@@ -274,7 +274,18 @@ def hello(user: str) -> "Dict[str, Any]":
         "python": "%d.%d.%d" % sys.version_info[:3],
         "addresses": addresses(),
         "job": job(),
+        "shm_free": shm_free(),
+        "ptrace_scope": proc.ptrace_scope(),
     }
+
+
+def shm_free() -> "Optional[int]":
+    """Return the free bytes of /dev/shm; None without one."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
 
 
 def job() -> "Optional[str]":

@@ -154,6 +154,15 @@ def read_environ(pid: int, root: str = "/proc") -> "Optional[List[bytes]]":
         return None
 
 
+def ptrace_scope(root: str = "/proc") -> int:
+    """Return kernel.yama.ptrace_scope where it applies to this user, else 0: root is subject to 3 only."""
+    try:
+        scope = int(read("%s/sys/kernel/yama/ptrace_scope" % root, 16))
+    except (OSError, ValueError):
+        return 0  # a kernel without Yama
+    return scope if os.geteuid() or scope > 2 else 0
+
+
 def parse_cgroup(text: str) -> "Tuple[Optional[str], Optional[str]]":
     """Return (Slurm job id, container id of 12 digits) named by /proc/PID/cgroup.
 

@@ -25,7 +25,7 @@ from gpuboard.transport.connector import Connector
 
 _TIMING = HeadTiming(start_s=12.0)  # so that the whole command takes at most about 20 s
 _ANY_TARGET = Target("script", "/dev/null")  # preflight reads the target; no rank runs it
-_LEFT_OUT = {"script", "driver"}  # the placeholder above; checked for all nodes together (doctor/nodes.py)
+_LEFT_OUT = {"script", "driver", "/dev/shm"}  # the placeholder above; checked for all nodes (doctor/nodes.py)
 
 
 class LaunchProbe:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.cluster.inventory.nodes import Node, folded
 from gpuboard.cluster.snapshot.views import NodeFacts
 from gpuboard.doctor.machine import split_remedy
 from gpuboard.launch.preflight.check import Check, grouped
 from gpuboard.launch.preflight.checks import same_driver
+from gpuboard.launch.preflight.limits import shm_check
 from gpuboard.model.snapshot import NodeView
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
@@ -50,7 +51,7 @@ def node_checks(seen: Sequence[NodeSeen]) -> list[Check]:
     """Return the checks of all nodes."""
     drivers = {s.node.name: s.view.driver for s in seen if s.view.driver is not None and s.facts.reading is not None}
     agree = [same_driver(drivers)] if len(drivers) > 1 else []
-    return [check for one in seen for check in _node(one)] + agree
+    return [check for one in seen for check in _node(one)] + agree + _same_names(seen)
 
 
 def none_reached(seen: Sequence[NodeSeen]) -> bool:
@@ -70,7 +71,42 @@ def _node(seen: NodeSeen) -> list[Check]:
     checks += _nvml(seen)
     if view.scheduler_state is None:
         checks.append(_reservations(name, reading.claims_error))
-    return [*checks, _clock(name, seen.offset_s)]
+    return [*checks, *_hello(seen), _clock(name, seen.offset_s)]
+
+
+def _hello(seen: NodeSeen) -> list[Check]:
+    """Return what the agent's first message shows that launches need."""
+    name, hello, checks = seen.node.name, seen.facts.hello, []
+    if hello is not None and hello.shm_free is not None:
+        checks.append(shm_check(name, hello.shm_free, len(seen.view.gpus), "cuda" if seen.view.gpus else "cpu"))
+    if hello is not None and hello.ptrace_scope > 1:
+        words, cause = f"kernel.yama.ptrace_scope is {hello.ptrace_scope}", "stalled ranks are reported without stacks"
+        remedy = "on that node, as root: sysctl kernel.yama.ptrace_scope=1"
+        remedy += " (3 lasts until the next boot)" if hello.ptrace_scope > 2 else ""
+        checks.append(Check("ptrace", name, "warn", words, cause, remedy))
+    return checks
+
+
+def _same_names(seen: Sequence[NodeSeen]) -> list[Check]:
+    """Return which machines have one hostname, and which nodes are one machine."""
+    called: dict[str, dict[str, str]] = {}  # hostname → node → boot id
+    having: dict[str, list[str]] = {}  # UUID → nodes
+    for one in seen:
+        if one.facts.hello is not None:
+            called.setdefault(one.facts.hello.hostname, {})[one.node.name] = one.facts.hello.boot_id
+        for uuid in {gpu.uuid for gpu in one.view.gpus} - {""}:
+            having.setdefault(uuid, []).append(one.node.name)
+    checks = []
+    for nodes in dict.fromkeys(tuple(names) for names in having.values() if len(names) > 1):
+        words, cause = f"{folded(nodes)} have the same GPUs", "one machine under several names"
+        checks.append(Check("GPU", None, "warn", words, cause, "keep one of the names: each GPU counts once per name"))
+    for hostname, boots in called.items():
+        if len(set(boots.values())) > 1:
+            words = f"{folded(list(boots))} have the same hostname, {clean(hostname, 64)}"
+            cause = "logs, caches and locks that programs name by host are mixed up in a shared home"
+            remedy = "on all but one of them, as root: hostnamectl set-hostname NAME"
+            checks.append(Check("hostname", None, "warn", words, cause, remedy))
+    return checks
 
 
 def _connection(seen: NodeSeen) -> list[Check]:

@@ -51,6 +51,8 @@ class Hello(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="hello"):
     python: str
     addresses: list[str] = []  # of the node, without loopback
     job: str | None = None  # the Slurm job whose cgroup it is in; with device cgroups NVML shows only that job's GPUs
+    shm_free: Count | None = None  # bytes of /dev/shm; None: unknown
+    ptrace_scope: Count = 0  # kernel.yama.ptrace_scope where it applies to the user
 
 
 class Static(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="static"):

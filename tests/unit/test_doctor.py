@@ -107,10 +107,46 @@ def test_faults_of_a_node_that_was_read() -> None:
 
 
 def test_drivers_that_differ_are_listed_with_their_nodes() -> None:
-    nodes = [seen("gpu01"), seen("gpu02", driver="575.2"), seen("gpu03")]
+    gpus = [msgspec.structs.replace(GPU, uuid=uuid) for uuid in ("GPU-1", "GPU-2", "GPU-3")]
+    nodes = [seen("gpu01", gpus[0]), seen("gpu02", gpus[1], driver="575.2"), seen("gpu03", gpus[2])]
     assert bad(*nodes)[-1][:4] == (
         None, "driver", "warn", "580.1 on gpu[01,03]; 575.2 on gpu02; the nodes differ",
     )  # fmt: skip
+
+
+def hello(node: NodeSeen, **changes: Any) -> NodeSeen:
+    """Return a node whose agent said something else in its first message."""
+    assert node.facts.hello is not None
+    first = msgspec.structs.replace(node.facts.hello, **changes)
+    return msgspec.structs.replace(node, facts=msgspec.structs.replace(node.facts, hello=first))
+
+
+def test_a_small_shm_and_forbidden_stacks_are_found_without_a_launch() -> None:
+    tiny, scope = hello(seen("gpu01"), shm_free=4096), hello(seen("gpu01"), ptrace_scope=3)
+    assert [found[1:4] for found in bad(tiny)] == [
+        ("/dev/shm", "fail", "/dev/shm has 0.0 MiB free; NCCL needs 32 MiB per rank")
+    ]
+    assert [found[1:] for found in bad(scope)] == [
+        (
+            "ptrace", "warn", "kernel.yama.ptrace_scope is 3; stalled ranks are reported without stacks",
+            "on that node, as root: sysctl kernel.yama.ptrace_scope=1 (3 lasts until the next boot)",
+        )
+    ]  # fmt: skip
+    assert bad(hello(seen("gpu01"), shm_free=2**34, ptrace_scope=1)) == []
+
+
+def test_machines_with_one_hostname_and_one_machine_with_two_names_are_named() -> None:
+    other = msgspec.structs.replace(GPU, uuid="GPU-b")
+    same = [hello(seen("gpu01"), hostname="node"), hello(seen("gpu02", other), hostname="node", boot_id="other")]
+    assert [found[:4] for found in bad(*same)] == [
+        (None, "hostname", "warn", "gpu[01-02] have the same hostname, node; logs, caches and locks that programs "
+         "name by host are mixed up in a shared home"),
+    ]  # fmt: skip
+    container = [hello(seen("gpu01"), hostname="node"), hello(seen("gpu02", other), hostname="node")]
+    assert bad(*container) == [], "of one machine, which may have one name"
+    assert [found[:4] for found in bad(seen("gpu01"), seen("gpu02"))] == [
+        (None, "GPU", "warn", "gpu[01-02] have the same GPUs; one machine under several names")
+    ]
 
 
 @pytest.mark.parametrize(

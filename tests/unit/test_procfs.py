@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.proc import COMMAND_LIMIT, Host, parse_cgroup, parse_stat
+from gpuboard.agent.proc import COMMAND_LIMIT, Host, parse_cgroup, parse_stat, ptrace_scope
 from gpuboard.agent.processes import Processes, delegated_to, first_person
 from tests.waiting import until
 
@@ -190,3 +190,14 @@ def test_cpu_time_of_a_reused_pid_begins_again(root: Path) -> None:
     assert seen == [(percent, 3 * page) for percent in (None, None, 150.0, 150.0, None, 0.0)]
     processes.forget(set())
     assert processes.load(7) == (None, None)
+
+
+def test_the_scope_of_ptrace_is_what_applies_to_the_user(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/kernel/yama"
+    folder.mkdir(parents=True)
+    assert ptrace_scope(str(tmp_path)) == 0, "a kernel without Yama"
+    found = []
+    for scope in range(4):
+        (folder / "ptrace_scope").write_text(f"{scope}\n")
+        found.append(ptrace_scope(str(tmp_path)))
+    assert found == ([0, 0, 0, 3] if os.geteuid() == 0 else [0, 1, 2, 3])

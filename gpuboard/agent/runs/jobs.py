@@ -154,13 +154,3 @@ def _described(pid: int, member: "Member") -> "Dict[str, Any]":
         "uid": uid,
         "command": command.replace("\0", " ").strip()[: proc.COMMAND_LIMIT],
     }
-
-
-def ptrace_scope() -> int:
-    """Return kernel.yama.ptrace_scope, 0 where there is no Yama or it does not apply (root)."""
-    if os.geteuid() == 0:
-        return 0
-    try:
-        return int(proc.read("/proc/sys/kernel/yama/ptrace_scope", 16))
-    except (OSError, ValueError):
-        return 0

@@ -111,7 +111,7 @@ class _Server:
 
     def _jobs(self, _call: int, args: "Dict[str, Any]") -> "Any":
         found = jobs.find(args.get("pid"))
-        return {"jobs": found, "pyspy": self._pyspy is not None, "ptrace_scope": jobs.ptrace_scope()}
+        return {"jobs": found, "pyspy": self._pyspy is not None, "ptrace_scope": proc.ptrace_scope()}
 
     def _inspect(self, call: int, args: "Dict[str, Any]") -> "Any":
         """Inspect processes given as pairs of a number, which stands for a rank, and a pid."""

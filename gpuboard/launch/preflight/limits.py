@@ -28,7 +28,7 @@ def limit_checks(rank_map: RankMap, facts: Mapping[str, LaunchFacts], device: De
     ranks = {node.name: node.local_world_size for node in rank_map.nodes}
     for node, seen in facts.items():
         if seen.shm_free is not None:
-            checks.append(_shm(node, seen.shm_free, ranks[node], device))
+            checks.append(shm_check(node, seen.shm_free, ranks[node], device))
         if seen.nofile is None or seen.nofile < 0 or seen.nofile >= NOFILE_COMFORT:
             limit = "unlimited" if seen.nofile is None or seen.nofile < 0 else seen.nofile
             checks.append(Check("open files", node, "ok", f"limit {limit}"))
@@ -43,8 +43,9 @@ def limit_checks(rank_map: RankMap, facts: Mapping[str, LaunchFacts], device: De
     return checks
 
 
-def _shm(node: str, free: int, ranks: int, device: Device) -> Check:
-    words = f"/dev/shm has {format_size(free)} free"
+def shm_check(node: str, free: int, ranks: int, device: Device) -> Check:
+    """Return whether /dev/shm has room for NCCL and DataLoader workers."""
+    words = f"/dev/shm has {format_size(free) if free >= 2**30 else f'{free / _MIB:.1f} MiB'} free"
     remedy = "delete files there, or start the container with a larger --shm-size"
     if device == "cuda" and free < SHM_PER_RANK * ranks:
         return Check("/dev/shm", node, "fail", words, f"NCCL needs {SHM_PER_RANK // _MIB} MiB per rank", remedy)

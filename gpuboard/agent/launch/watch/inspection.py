@@ -95,6 +95,8 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dic
             # Its variables may be what py-spy cannot read.
             plain = _stack(_spy(pyspy, item["pid"], stopped=False, locals_too=False), item["pid"], until)
             item.update(plain, stack_error=plain.get("stack_error"))
+        if item.get("stack_error") and proc.ptrace_scope() > 1:  # 1: ranks permit it (rank/worker_channel.py)
+            item["stack_error"] = "kernel.yama.ptrace_scope is %d there; 1 permits it" % proc.ptrace_scope()
         item["source"] = _source(item["stack"])
     return {"ranks": found, "load": load()}
 
