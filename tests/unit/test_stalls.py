@@ -297,6 +297,23 @@ def test_groups_used_in_different_order_are_a_cycle() -> None:
     assert found.words.startswith("because the ranks wait for each other: rank 0 (gpu01:0) waits in all_reduce")
 
 
+NEW_GROUP = [StackFrame("new_group", f"{TORCH}distributed/distributed_c10d.py", 5600), *LOAD]
+
+
+def test_a_rank_that_alone_makes_a_group_waits_for_the_others() -> None:
+    found = verdict(WAITING, seen(1, NEW_GROUP, group(11, 11)))
+    assert found is not None
+    assert (found.kind, found.ranks) == ("stall-mismatch", (0, 1))
+    assert found.words == (
+        "because the ranks wait for each other: rank 0 (gpu01:0) waits in all_reduce (collective 12) at train.py:55 in "
+        "step for rank 1; rank 1 (gpu01:1) waits in new_group at train.py:41 in load_batch for rank 0"
+    )
+    assert found.remedy.startswith("every rank must call new_group")
+    found = verdict(seen(0, NEW_GROUP, group(11, 11)), seen(1, LOAD, group(11, 11)))
+    assert found is not None
+    assert found.words.startswith("for rank 1 (gpu01:1), which is at train.py:41")
+
+
 def transfer(rank: int, call: str, peer: int | None, *groups: ProcessGroup) -> RankEvidence:
     """Return a rank that waits in ``send`` or ``recv``."""
     stack = [StackFrame(call, f"{TORCH}distributed/distributed_c10d.py", 2799), StackFrame("step", "/exp/pipe.py", 8)]

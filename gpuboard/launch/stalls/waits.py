@@ -144,7 +144,8 @@ def waits_for(activities: Mapping[int, Activity]) -> dict[int, frozenset[int]]:
 def _blockers(one: Activity, activities: Mapping[int, Activity]) -> set[int]:
     others = {rank: other for rank, other in activities.items() if rank != one.status.rank}
     if one.doing == "init":
-        return {rank for rank, other in others.items() if other.doing != "init" and not _past_init(other)}
+        later = one.call == "new_group"  # which every rank must call, after init_process_group
+        return {rank for rank, other in others.items() if other.doing != "init" and (later or not _past_init(other))}
     if one.peer in others:
         other = others[one.peer]
         served = other.peer == one.status.rank and {one.call, other.call} == {"send", "recv"}
