@@ -13,6 +13,7 @@ from gpuboard.launch.stalls.evidence import (
     ProcessGroup,
     RankEvidence,
     StackFrame,
+    StoreProcess,
 )
 from gpuboard.launch.stalls.verdict import Stall, diagnose, explain
 from gpuboard.launch.stalls.waits import RankGroup, RankStatus, activity
@@ -312,6 +313,28 @@ def test_a_rank_that_alone_makes_a_group_waits_for_the_others() -> None:
     found = verdict(seen(0, NEW_GROUP, group(11, 11)), seen(1, LOAD, group(11, 11)))
     assert found is not None
     assert found.words.startswith("for rank 1 (gpu01:1), which is at train.py:41")
+
+
+def test_a_stopped_store_is_named_while_ranks_need_it() -> None:
+    def found(state: str, *evidence: RankEvidence) -> Stall | None:
+        activities = {one.rank: activity(status(one.rank), one) for one in evidence}
+        return diagnose(activities, StoreProcess("gpu01", 41, state))
+
+    both = seen(0, NEW_GROUP, group(11, 11)), seen(1, NEW_GROUP, group(11, 11))
+    stopped = found("T", *both)
+    assert stopped is not None
+    assert (stopped.kind, stopped.node, stopped.sure) == ("stall-stopped", "gpu01", True)
+    assert stopped.words == (
+        "for the store of this run, process 41 on gpu01, which is stopped (SIGSTOP); ranks 0-1 wait in new_group at "
+        "train.py:41 in load_batch"
+    )
+    assert stopped.remedy == "to continue it: kill -CONT 41 on gpu01"
+    running = found("S", *both)
+    assert running is not None
+    assert running.kind == "stall-network"
+    training = found("T", seen(0, REDUCE, group(12, 11)), seen(1, LOAD, group(11, 11)))
+    assert training is not None
+    assert training.kind == "stall-behind", "collectives do not need the store"
 
 
 def transfer(rank: int, call: str, peer: int | None, *groups: ProcessGroup) -> RankEvidence:

@@ -285,6 +285,9 @@ class Supervisor:
 
         def done(result: "Dict[str, Any]") -> None:
             result["pyspy"] = self._pyspy is not None
+            store = proc.read_process(self._workers.store_pid) if self._workers.store_pid is not None else None
+            if store is not None:
+                result["store"] = {"node": self._config["node"], "pid": store.pid, "state": store.state}
             for item in result["ranks"]:
                 cpu, moved_bytes = self._workers.signs.recent(item["rank"])
                 item.update(cpu=round(cpu, 3), moved_bytes=moved_bytes)

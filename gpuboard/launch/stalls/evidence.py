@@ -122,13 +122,27 @@ class RankEvidence(msgspec.Struct, frozen=True):
     lock: FileLock | None = None
 
 
+class StoreProcess(msgspec.Struct, frozen=True):
+    """The process that hosts the store of a run. ``state`` is the letter of proc(5)."""
+
+    node: str
+    pid: Count
+    state: str
+
+
 class Inspection(msgspec.Struct, frozen=True):
-    """The reply of one node. ``load``: tasks per CPU."""
+    """The reply of one node. ``load``: tasks per CPU; ``store``: of the first node."""
 
     ranks: list[RankEvidence]
     load: Number | None = None
     error: str | None = None
     pyspy: bool = False  # whether the node has py-spy
+    store: StoreProcess | None = None
+
+
+def store_of(found: Sequence[Inspection]) -> StoreProcess | None:
+    """Return the run's store, None if its node gave no reply."""
+    return next((one.store for one in found if one.store is not None), None)
 
 
 def own_frame(stack: Sequence[StackFrame]) -> StackFrame | None:

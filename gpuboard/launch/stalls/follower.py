@@ -13,7 +13,7 @@ from gpuboard.launch import events
 from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.runs.folder import VerdictView
 from gpuboard.launch.stalls.differences import difference, silent_difference
-from gpuboard.launch.stalls.evidence import Inspection
+from gpuboard.launch.stalls.evidence import Inspection, store_of
 from gpuboard.launch.stalls.inspect import Inspections
 from gpuboard.launch.stalls.verdict import Explanation, elsewhere, explain
 from gpuboard.launch.stalls.watch import StallReport, StallWatch
@@ -127,7 +127,7 @@ class StallFollower:
         if self._ranks.cause is None and not self._ranks.all_well:
             self._ranks.elsewhere = elsewhere(statuses, evidence)
         for request in self._requests:
-            request.reply.put(explain(statuses, evidence))
+            request.reply.put(explain(statuses, evidence, store_of(found)))
         self._requests.clear()
 
     def _inspect(self) -> bool:

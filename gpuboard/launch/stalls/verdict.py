@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from gpuboard.launch.stalls.differences import difference_at
-from gpuboard.launch.stalls.evidence import RankEvidence, waiting_children
+from gpuboard.launch.stalls.evidence import RankEvidence, StoreProcess, waiting_children
 from gpuboard.launch.stalls.pace import GroupPace
 from gpuboard.launch.stalls.waits import (
     DEFAULT_GROUP,
@@ -64,11 +64,13 @@ class Stall(msgspec.Struct, frozen=True):
         return f"waiting {seconds(waited_s)} {self.words}"
 
 
-def diagnose(activities: Mapping[int, Activity]) -> Stall | None:
-    """Return why nothing moves; None while no rank waits for another."""
+def diagnose(activities: Mapping[int, Activity], store: StoreProcess | None = None) -> Stall | None:
+    """Return why nothing moves; None while no rank waits for another. ``store``: None if it is not known."""
     stopped = [one for one in activities.values() if one.doing == "stopped"]
     stopped += [one for one in activities.values() if one.doing == "blocked"]
     waits = waits_for(activities)
+    if store is not None and store.state in {"T", "t"} and any(one.doing == "init" for one in activities.values()):
+        return _store_stopped(store, activities)
     if stopped and (waits or len(stopped) == len(activities)):
         return _stopped(stopped, waits, activities)
     if (inside := _processes(activities)) is not None:
@@ -108,10 +110,12 @@ class Explanation(msgspec.Struct, frozen=True):
     pace: list[str] = []
 
 
-def explain(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> Explanation:
+def explain(
+    statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence], store: StoreProcess | None = None
+) -> Explanation:
     """Return what every rank is doing and what blocks."""
     activities = {status.rank: activity(status, evidence.get(status.rank)) for status in statuses}
-    stall = diagnose(activities)
+    stall = diagnose(activities, store)
     failed = {
         f"{one.status.node}: {clean(one.evidence.stack_error, 300)}"
         for one in activities.values()
@@ -222,6 +226,19 @@ def _stopped(ones: list[Activity], waits: Mapping[int, frozenset[int]], activiti
         f"for {'; '.join(parts)}{waiting(waits, activities)}",
         f"to continue it: {pids[0]}" if pids and ones[0].doing == "stopped" else "",
         sure=ones[0].doing == "stopped",
+    )
+
+
+def _store_stopped(store: StoreProcess, activities: Mapping[int, Activity]) -> Stall:
+    waits = {rank: frozenset[int]() for rank, one in activities.items() if one.doing == "init"}
+    return Stall(
+        "stall-stopped",
+        tuple(waits),
+        clean(store.node, 60),
+        f"for the store of this run, process {store.pid} on {clean(store.node, 60)}, which is stopped (SIGSTOP)"
+        f"{waiting(waits, activities)}",
+        f"to continue it: kill -CONT {store.pid} on {clean(store.node, 60)}",
+        sure=True,
     )
 
 

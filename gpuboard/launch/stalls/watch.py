@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from gpuboard.agent.launch.rank.traceback_text import is_library
-from gpuboard.launch.stalls.evidence import Inspection, RankEvidence, connects
+from gpuboard.launch.stalls.evidence import Inspection, RankEvidence, connects, store_of
 from gpuboard.launch.stalls.verdict import Stall, diagnose, grouped, picture
 from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity
 from gpuboard.launch.stalls.words import seconds
@@ -155,7 +155,7 @@ class StallWatch:
         completed = [group.completed for one in evidence.values() for group in one.collectives or ()]
         self._preparing = bool(completed) and max(completed) < 1  # torch writes -1 for none
         activities = {status.rank: activity(status, evidence.get(status.rank)) for status in statuses}
-        stall = diagnose(activities)
+        stall = diagnose(activities, store_of(found))
         self._next_on_gpus = now + self._gpu_s
         self._look_at = now + self._interval
         self._interval = min(self._interval * 1.3, self._timing.longest_s)
