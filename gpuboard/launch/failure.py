@@ -313,6 +313,7 @@ class FailureWatch:
             self.running,
             self.difference,
             self.elsewhere,
+            self._last_error,
             self._where,
             self._code_text,
         )

@@ -12,6 +12,8 @@ from gpuboard.launch.causes.cause import Cause, FailureKind
 from gpuboard.launch.causes.models import different_models
 from gpuboard.launch.runs.folder import RankView
 from gpuboard.launch.stalls.waits import rank_words
+from gpuboard.launch.stalls.words import is_warning
+from gpuboard.model.text import clean
 
 _SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
 _OF_TORCH = re.compile(r"gloo|nccl|c10d|tcpstore|process ?group", re.IGNORECASE)  # not an upload's lost connection
@@ -30,6 +32,7 @@ class Failures(NamedTuple):
     running: list[int]
     difference: tuple[str, list[int]] | None  # how the ranks' collectives differ, and the suspects
     elsewhere: Mapping[int, str]  # rank that takes part in no collective → what it does, after "which"
+    last_errors: Mapping[int, str]  # rank → the newest error, or else the last line, on its stderr
     where: Callable[[int], str]  # the name of a rank in messages
     exit_text: Callable[[int, int], str]  # what a rank's exit code means
 
@@ -58,6 +61,9 @@ def among_effects(failures: Failures) -> Cause:
     others = rank_words([c.rank for c in failures.candidates if c.rank is not None])
     who, them = (failures.where(rank), "it") if len(gone) == 1 else (rank_words(gone), "them")
     text = f"{who} ended with exit code 0 in the middle of training; {others} lost the connection to {them}"
+    last = re.sub(r"^last (line|error) on stderr: ", "", clean(failures.last_errors.get(rank, ""), 200))
+    if last and len(gone) == 1 and not is_warning(last):  # maybe an error that the script has swallowed
+        text += f"; its last line on stderr: {last}"
     return msgspec.structs.replace(_blaming(failures, "exit", gone, text, first), symptom="own", at=at)
 
 

@@ -107,7 +107,7 @@ def is_at(one: Activity, absent: bool) -> str:
     if (child := _awaited(one)) is not None:
         how = f", waiting for its process {child.pid} ({clean(child.name, 40)}){_child_at(child)}{how}"
     last = clean(one.status.last_error, 200)
-    quoted = f"; its last line on stderr: {last}" if last and not _WARNING.search(last) else ""
+    quoted = f"; its last line on stderr: {last}" if last and not is_warning(last) else ""
     return f"{before}is{place}{how}{quoted}"
 
 
@@ -129,6 +129,11 @@ def _awaited(one: Activity) -> ChildProcess | None:
 def _child_at(child: ChildProcess) -> str:
     does = " waits for a connection to be opened" if connects(child.stack, child.source) else " is"
     return f", which{does}{place}" if (place := process_place(child)) else ""
+
+
+def is_warning(line: str) -> bool:
+    """Whether a line on stderr is a warning of torch or Python."""
+    return bool(_WARNING.search(line))
 
 
 def other_program(one: Activity) -> str:
