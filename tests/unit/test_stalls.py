@@ -601,6 +601,14 @@ def test_the_end_of_ranks_after_sigterm_is_no_progress() -> None:
     assert run.watch.messages == []
 
 
+def test_a_deadlock_is_a_stall_although_the_script_went_on_before() -> None:
+    run = Run(seen(1, NEW_GROUP, group(11, 11)), quiet=True)
+    run.steps = True
+    assert run.follow(60) == pytest.approx(4.5, abs=1)
+    assert run.watch.messages[0].startswith("stalled: waiting ")
+    assert "because the ranks wait for each other" in run.watch.messages[0]
+
+
 def test_a_rank_that_writes_is_given_time() -> None:
     writing = msgspec.structs.replace(BUSY, moved_bytes=10**6)
     assert Run(writing, quiet=False).follow(39) is None

@@ -234,7 +234,7 @@ class StallWatch:
             moves = stall.importing or self._preparing or now - self._still_since < still_s
         else:
             moves = self._script_since > self._since and now - self._script_since < still_s
-        return moves and waited < timing.long_s
+        return moves and waited < timing.long_s and not stall.sure
 
     def _say(self, report: StallReport, now: float) -> None:
         first = self.report is None or self.report.identity != report.identity
