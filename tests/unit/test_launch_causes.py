@@ -142,6 +142,7 @@ def test_the_error_that_explains_the_newest_one() -> None:
         ("RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA", "spawn"),
         ("RuntimeError: CUDA error: invalid device ordinal", "LOCAL_RANK"),
         ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", "quota"),
+        ("RuntimeError: [enforce fail at /pytorch/gloo/context.cc:23] rank < size. 1 vs 1", "WORLD_SIZE"),
         ("OSError: [Errno 98] Address already in use", "MASTER_PORT"),
         ("RuntimeError:\n before the\n current process has finished its bootstrapping phase.", "__main__"),
         ("ValueError: invalid literal for int() with base 10: 'x'", ""),

@@ -20,6 +20,10 @@ _ADVICE = [
     ),
     (r"invalid device ordinal", "the number of a rank's GPU is LOCAL_RANK, not RANK"),
     (
+        r"enforce fail.*rank < size",
+        "the script changes RANK or WORLD_SIZE, or passes others to init_process_group: leave them as they are set",
+    ),
+    (
         r"address already in use|EADDRINUSE",
         "leave MASTER_PORT as it is; a server in the script needs another port for each rank of a node",
     ),
