@@ -11,12 +11,15 @@ from typing import Any, cast
 import pytest
 from textual.app import App
 from textual.command import CommandList
+from textual.drivers import linux_driver, web_driver
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.drivers.linux_driver import LinuxDriver
+from textual.events import Key, Paste
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Label
 
 import gpuboard.board
+import gpuboard.board.web.driver
 from gpuboard.board.terminal import textual_compat as compat
 
 
@@ -118,6 +121,24 @@ async def test_sigcont_goes_to_the_hook_unless_textual_suspended(monkeypatch: py
     source = inspect.getsource(LinuxDriver)
     for name in ("self._must_signal_resume = True", "SIGCONT, self._sigcont_application", "self._key_thread.start()"):
         assert name in source
+
+
+COLOURED = "\x1b[200~\x1b[31mquit\x1b[0m: Kill\x7f\x9b?\tyes\r\nno\x1b\x1b[201~x\x1b[A\x1b[200~y\x1b[201~"
+PASTED = ["[31mquit[0m: Kill?\tyes\r\nno", "x", "up", "y"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, len(COLOURED)])  # characters that one read returns
+def test_escapes_in_a_paste_are_no_keys(size: int) -> None:
+    parser = compat.PasteParser()
+    read = [COLOURED[start : start + size] for start in range(0, len(COLOURED), size)]
+    found = [event for data in read for event in parser.feed(data)]
+    assert [event.text if isinstance(event, Paste) else cast("Key", event).key for event in found] == PASTED
+
+
+@pytest.mark.parametrize("driver", [linux_driver, web_driver])
+def test_drivers_use_that_parser(driver: Any) -> None:
+    assert driver.XTermParser is compat.PasteParser
+    assert "= XTermParser(" in inspect.getsource(driver)
 
 
 def test_no_other_module_uses_private_attributes_of_textual() -> None:

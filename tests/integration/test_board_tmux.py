@@ -316,6 +316,18 @@ def test_the_screen_is_saved_as_text_by_the_key_that_a_terminal_sends(screen: Pa
     assert file.stat().st_uid == USERS["alice"]
 
 
+def test_a_paste_with_escapes_is_text_and_no_keys(screen: Pane) -> None:
+    for field in (False, True):
+        if field:
+            screen.keys("/")
+            screen.shows("^p Palette")  # keys go to the filter
+        screen.tmux("set-buffer", "\x1b[31mquit\x1b[0m")
+        screen.tmux("paste-buffer", "-p", "-d")
+    screen.shows("[31mquit[0m")
+    screen.keys("Escape")
+    screen.states(USUAL)
+
+
 def test_another_size_and_back(screen: Pane) -> None:
     screen.size(80, 24)
     text = screen.wait(lambda text: len(text.splitlines()) <= 24 and letters(text) == USUAL, "it fits 80x24")

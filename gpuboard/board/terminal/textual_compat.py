@@ -6,16 +6,22 @@ Checked with textual 8.2; a new release can rename them without notice, so look 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from contextlib import suppress
 from io import StringIO
 from typing import Any
 
 from rich.console import Console
+from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XTermParser
 from textual.app import App
 from textual.command import CommandList, CommandPalette
 from textual.driver import Driver
+from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
+from textual.message import Message
 from textual.message_pump import MessagePump
+
+_CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - set(map(ord, "\t\n\r")))
 
 
 def app_of(driver: Driver) -> App[Any]:
@@ -62,6 +68,43 @@ class SafePalette(CommandPalette):
     def _action_command_list(self, action: str) -> None:
         if self.query_one(CommandList).scrollable_content_region:
             super()._action_command_list(action)
+
+
+class PasteParser(XTermParser):
+    """A parser of the terminal's input that removes control characters from pasted text.
+
+    textual's takes an ESC in a paste for the start of a sequence, and what follows for keys: ``q`` ends the board.
+    """
+
+    def __init__(self, debug: bool = False) -> None:
+        super().__init__(debug)
+        self._is_paste = False
+        self._part = ""  # the beginning of a marker at the end of the input so far; in a paste it is held back
+
+    def feed(self, data: str) -> Iterable[Message]:
+        """Return the messages for ``data``; an empty one is the end of the input."""
+        if not data:
+            return super().feed(data)
+        kept = self._without_controls(data)
+        return super().feed(kept) if kept else ()
+
+    def _without_controls(self, data: str) -> str:
+        kept = ""
+        while data:
+            marker = BRACKETED_PASTE_END if self._is_paste else BRACKETED_PASTE_START
+            before = self._part
+            text, found, data = (before + data).partition(marker)
+            sizes = range(0 if found else len(marker) - 1, 0, -1)
+            self._part = next((marker[:size] for size in sizes if text.endswith(marker[:size])), "")
+            if self._is_paste:
+                kept += text.removesuffix(self._part).translate(_CONTROLS) + found
+            else:
+                kept += (text + found)[len(before) :]
+            self._is_paste ^= bool(found)
+        return kept
+
+
+setattr(linux_driver, "XTermParser", PasteParser)  # noqa: B010  # its driver has no other place for a parser
 
 
 class ContinueHookDriver(LinuxDriver):

@@ -16,13 +16,16 @@ from typing import Any, BinaryIO, Literal, TextIO
 from textual import messages
 from textual.app import App
 from textual.driver import Driver
+from textual.drivers import web_driver
 from textual.drivers.web_driver import WebDriver
 from textual.theme import Theme
 
-from gpuboard.board.terminal.textual_compat import app_of
+from gpuboard.board.terminal.textual_compat import PasteParser, app_of
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LEAVE_S = 1.5  # for an orderly end after the server has ended
+
+setattr(web_driver, "XTermParser", PasteParser)  # noqa: B010  # its driver has no other place for a parser
 
 
 class BrowserDriver(WebDriver):
