@@ -12,6 +12,7 @@ import pytest
 from rich.segment import Segment
 from textual.color import Color
 from textual.command import CommandPalette
+from textual.screen import ModalScreen
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.terminal.guard import is_utf8
@@ -196,6 +197,62 @@ async def test_the_cells_of_states_have_the_theme_s_colours(tmp_path: Path) -> N
         assert _color_of(app, "F") == "#57d38c"
         app.use_theme("light")
         await settle(pilot, lambda: _color_of(app, "F") == "#116329")
+
+
+PLACES = {
+    "slash s t a": "tab: state:", "r": "e.g. H100", "x": "e.g. train.py", "C": "Columns of the table",
+    "ctrl+p": "Search for",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLOURED)
+async def test_examples_suggestions_and_disabled_buttons_can_be_read_too(tmp_path: Path, name: str) -> None:
+    poor: set[str] = set()
+    async with board(make_core(tmp_path, settings=Settings(theme=name)), size=(110, 34)) as (app, pilot):
+        for keys, words in PLACES.items():
+            await pilot.press(*keys.split())
+            await settle(pilot, lambda words=words: words in screen(app))  # type: ignore[misc]
+            poor |= _poor_texts(app)
+            await pilot.press("escape")
+            await settle(pilot, lambda words=words: words not in screen(app))  # type: ignore[misc]
+    assert poor == set()
+
+
+@pytest.mark.parametrize("name", ["plain", "terminal"])
+async def test_the_cursor_of_a_list_and_a_disabled_button_are_visible(tmp_path: Path, name: str) -> None:
+    async with board(make_core(tmp_path, settings=Settings(theme=name)), size=(110, 34)) as (app, pilot):
+
+        def stands_out(line: str) -> bool:
+            return any(_stands_out(segment) for segment in _segments(app) if segment.text.strip() == line)
+
+        await pilot.press("y")
+        await settle(pilot, lambda: stands_out("UUIDs"))
+        await pilot.press("escape", "ctrl+p")
+        await settle(pilot, lambda: stands_out("Reserve"))
+        await pilot.press("escape", "x")
+        await settle(pilot, lambda: re.search(r"Cancel +Launch *│", screen(app)))
+
+
+def _stands_out(segment: Segment) -> bool:
+    style = segment.style
+    return bool(style and (style.underline or style.reverse or (style.bgcolor and not style.bgcolor.is_default)))
+
+
+def _poor_texts(app: BoardApp) -> set[str]:
+    """Return the texts on the screen, or in the dialog on top, that are too faint."""
+    top = app.screen.children[0] if isinstance(app.screen, ModalScreen) else app.screen
+    poor: set[str] = set()
+    for y, strip in enumerate(app.screen._compositor.render_strips()):
+        x = 0
+        for segment in strip:
+            x += segment.cell_length
+            style = segment.style
+            if style is None or style.color is None or style.bgcolor is None or not top.region.contains(x - 1, y):
+                continue
+            found = contrast(Color.from_rich_color(style.color), Color.from_rich_color(style.bgcolor))
+            if any(map(str.isalnum, segment.text)) and found < 4.5:
+                poor.add(f"{segment.text.strip()} {found:.1f}")
+    return poor
 
 
 async def test_one_toast_reports_bad_theme_files_and_an_unknown_theme(tmp_path: Path) -> None:

@@ -127,6 +127,10 @@ class Box(ModalScreen[T]):
     Box #buttons { height: 1; margin-top: 1; align-horizontal: right; }
     Box #buttons Button { margin-left: 2; min-width: 10; }
     Box #buttons Button:focus { text-style: bold reverse; }
+    Box #buttons Button:disabled {
+        background: $foreground 12%; color: auto 70%; opacity: 1; text-opacity: 1; text-style: none;
+    }
+    Box #buttons Button:disabled:ansi { border: none !important; color: ansi_default; text-style: dim; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "cancel", "Cancel", id="dialog.cancel"),
@@ -204,7 +208,8 @@ class Dialog(Box[T]):
     }
     Dialog .field Input { width: 28; }
     Dialog .field Input:focus { background: $foreground 22%; border-left: vkey $primary; border-right: vkey $primary; }
-    Dialog .field Input > .input--placeholder { text-style: dim italic; }
+    Dialog .field Input > .input--placeholder { color: auto 70%; text-style: italic; }
+    Dialog .field Input:ansi > .input--placeholder { color: ansi_default; text-style: dim italic; }
     Dialog.-ascii .field Input, Dialog.-ascii .field Input:focus {
         border-left: ascii $primary; border-right: ascii $primary;
     }

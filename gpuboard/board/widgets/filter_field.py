@@ -77,7 +77,10 @@ class FilterField(Vertical):
     FilterField { height: auto; display: none; }
     FilterField.-open { display: block; }
     FilterField #filter { height: 1; border: none; padding: 0 1; }
-    FilterField Input > .input--suggestion, FilterField Input > .input--placeholder { text-style: dim; }
+    FilterField Input > .input--suggestion, FilterField Input > .input--placeholder { color: auto 65%; }
+    FilterField Input:ansi > .input--suggestion, FilterField Input:ansi > .input--placeholder {
+        color: ansi_default; text-style: dim;
+    }
     """
 
     def __init__(self, language: Language[Any], values: Values, hint: str, changed: Callable[[], None]) -> None:
