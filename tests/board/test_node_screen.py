@@ -77,7 +77,7 @@ async def test_activity_is_beside_utilization_where_there_is_room_and_a_gpu_repo
 
 
 async def test_its_processes_are_below_the_gpus_where_there_is_room(tmp_path: Path) -> None:
-    async with opened(tmp_path, "gpu2", (120, 34)) as (app, pilot):
+    async with opened(tmp_path, "gpu2", (120, 20)) as (app, pilot):
         assert "python train.py" not in screen(app)
         await pilot.resize_terminal(120, 60)
         await settle(pilot, lambda: "python train.py" in screen(app))
@@ -88,8 +88,18 @@ async def test_its_processes_are_below_the_gpus_where_there_is_room(tmp_path: Pa
         await next_scene(app, pilot, scene(msgspec.structs.replace(lab().snapshot.nodes[0], gpus=idle)))
         assert "no process on these GPUs" in screen(app)
         assert screen(app).splitlines()[titles].startswith(" GPU User")  # nothing moves
-        await pilot.resize_terminal(80, 24)
+        await pilot.resize_terminal(80, 20)
         await settle(pilot, lambda: "Memory" in screen(app) and "GPU User" not in screen(app))
+
+
+async def test_processes_and_graphs_share_the_lines_below_the_gpus_of_a_large_node(tmp_path: Path) -> None:
+    gpus = [busy("gpu2", number, "bob") for number in range(16)]
+    shown = scene(msgspec.structs.replace(lab().snapshot.nodes[0], gpus=gpus))
+    async with opened(tmp_path, "gpu2", (120, 34)) as (app, pilot):
+        await next_scene(app, pilot, shown)
+        assert screen(app).splitlines()[-3].split()[1] == "bob"  # no empty lines
+        await pilot.resize_terminal(160, 48)
+        await settle(pilot, lambda: "5 min ago" in screen(app) and screen(app).splitlines()[-3].split()[1:2] == ["bob"])
 
 
 async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:

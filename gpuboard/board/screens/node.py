@@ -34,9 +34,10 @@ _BAR = 10
 
 _TRACE, _TRACE_FROM = 16, 140  # cells of a GPU's utilization over time, and of a screen that has room for it
 _ACTIVITY_FROM = 160  # cells of a screen that has room for the activity of SMs and tensor cores
-_GRAPH_LINES, _GRAPH_LINES_MOST = 3, 8
+_GRAPH_LINES, _GRAPH_LINES_MOST = 3, 12
 _GPU_LINES, _PROCESSES_FROM = 3, 5  # lines: of GPUs at least, and those that must be free for processes
-_REST = 17  # lines of the screen besides graphs and GPUs, seldom more
+_PROCESSES = 7  # lines that graphs leave to processes
+_REST = 13  # lines of the screen besides graphs, GPUs and processes, seldom more
 
 
 def gpu_columns(span: Span | None, *, active: bool = False) -> tuple[Column, ...]:
@@ -227,7 +228,7 @@ class NodeScreen(GraphScreen, ActingScreen):
         glyphs = self.board.look.glyphs
         history, span = self.board.core.history, self.span
         rows = sum(1 + len(gpu.mig) for gpu in node.gpus)
-        height = min(_GRAPH_LINES_MOST, (self.size.height - _REST - rows) // 2)
+        height = min(_GRAPH_LINES_MOST, (self.size.height - _REST - rows - _PROCESSES) // 2)
         host = self.query_one("#host", Pane)
         host.display = height >= _GRAPH_LINES and node.age_s is not None
         self.query_one("#node", Pane).show(
