@@ -16,6 +16,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.widgets.single_node import MeterGrid, ProcessGrid, SingleNode
 from gpuboard.board.widgets.table import GpuTable
+from gpuboard.model.gpu import Sensors
 from tests.board.lab import screen, settle
 from tests.board.made import GIB, busy, gpu, lease, mig, next_scene, node, scene, still, unread
 
@@ -53,11 +54,24 @@ async def test_host_gpus_and_processes_are_on_one_screen(tmp_path: Path) -> None
         assert first.split()[-1] == "alice"
         for value in ("90%", "60/80G", "540/700W", "64°C"):
             assert value in first
-        assert reason.split(None, 2)[2] == "alice: python (pid 4000)"
+        assert reason.split(None, 2)[2] == "python (pid 4000)"
         assert "B! busy" in second
         processes = [line.split() for line in lines if line.endswith("python train.py")]
         assert [words[:4] for words in processes] == [["0", "alice", "4000", "60G"], ["1", "bob", "4001", "60G"]]
         assert "rogue" in processes[1]
+
+
+@pytest.mark.parametrize("size", [(120, 34), (160, 48)])  # rows of two lines, with a curve beside them, and of four
+async def test_the_last_line_of_a_row_has_what_the_driver_reports_besides(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    reports = [Sensors(performance_state=0, sm_clock=1980, fan=34), Sensors(performance_state=12, sm_clock=345), None]
+    gpus = [busy("dgx", at, "chrysanthemum", sensors=read) for at, read in enumerate(reports)]
+    async with opened(tmp_path, eight(gpus=[*gpus, *(gpu("dgx", at) for at in range(3, 8))]), size) as (_, shown, _):
+        lines = [" ".join(re.sub("[⠀-⣿]", "", line).split()[2:]) for line in rows(shown)]  # without model and curve
+        reason = "chrysanthemum: python (pid 400{})"  # its column cuts the name
+        found = [line for line in lines if line.startswith("chrysanthemum:")]
+        assert found == [reason.format(0) + " P0 1980 MHz fan 34%", reason.format(1) + " P12 345 MHz", reason.format(2)]
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from rich.style import Style
 
-from gpuboard.board.arrange import Group
+from gpuboard.board.arrange import Group, users_of
 from gpuboard.board.history import MEMORY, POWER, UTILIZATION, History
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import fit, fit_runs, width
-from gpuboard.board.text.format import UNKNOWN, age, pair, percent, short_model
+from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_beside, short_model
 from gpuboard.board.text.gpu_row import (
     Device,
     Shown,
@@ -34,6 +34,7 @@ from gpuboard.board.text.plots import curve, meter, metered, per_cell
 from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key, with_values
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
+from gpuboard.model.gpu import Sensors
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView
 from gpuboard.model.units import format_size
 
@@ -45,6 +46,7 @@ _TRACE_LINES = 2  # of the curve in the column "5 min", at most
 _METER_LEAST = 3  # cells; a shorter meter shows nothing
 _LIMIT_FROM = 14  # cells from which power stands beside its limit
 _HOST_METER = 12
+_USER = 10
 _METERS = frozenset({"utilization", "memory", "power"})
 _PLANES = {"trace": UTILIZATION, "utilization": UTILIZATION, "memory": MEMORY, "power": POWER}
 
@@ -102,7 +104,7 @@ def columns_for(tall: int) -> tuple[Column, ...]:
     ]
     if tall < 3:
         columns.append(Column("trace", "5 min", 0, weight=1, least=8, drop=5))
-    columns.append(Column("user", "User", 10))
+    columns.append(Column("user", "User", _USER))
     if tall == 1:
         columns.append(Column("reason", "Reason", 0, weight=2, least=20, drop=4))
     return tuple(columns)
@@ -139,7 +141,7 @@ def _gpu_cells(place: Place, layout: Layout) -> tuple[Cell, ...]:
         "temperature": degrees(gpu),
         "trace": _recent(gpu, layout, 0),
         "user": Cell(*owner(gpu, layout.scene)),
-        "reason": _reason(gpu),
+        "reason": _reason(gpu, layout.scene),
     }
     return tuple(cells[column.key] for column in columns_for(layout.tall))
 
@@ -151,22 +153,23 @@ def _device_cells(mig: MigView, layout: Layout) -> tuple[Cell, ...]:
         "utilization": Cell(mig.profile),  # NVML has no utilization of MIG devices
         "memory": _memory(mig, layout),
         "user": device_owner(mig, layout.scene),
-        "reason": _reason(mig),
+        "reason": _reason(mig, layout.scene),
     }
     return tuple(cells.get(column.key, Cell("")) for column in columns_for(layout.tall))
 
 
 def _below(of: GpuView | MigView, layout: Layout) -> list[Cell]:
     """Return the further lines of a row: the last minutes below the meters, and the reason of the state."""
-    reason = _reason(of)
+    reason = _reason(of, layout.scene)
     model = short_model(of.name) + "   " if isinstance(of, GpuView) else ""
-    words: Runs = ((" " * _INDENT + model, "dim"), (of.reason, reason.style))
+    words: Runs = ((" " * _INDENT + model, "dim"), (str(reason.text), reason.style))
     if layout.tall == _TRACE_LINES and isinstance(of, GpuView) and "trace" in layout.widths:
         before = itertools.takewhile(lambda column: column.key != "trace", columns_for(layout.tall))
-        room = sum(layout.widths[column.key] + GAP for column in before if column.key in layout.widths)
+        room = sum(layout.widths[column.key] + GAP for column in before if column.key in layout.widths) - GAP
         recent = _recent(of, layout, 1)
-        return [Cell((*fit_runs(words, room - GAP, ""), (" " * GAP, ""), (str(recent.text), recent.style)))]
-    last = Cell(words)
+        words = _with_sensors(words, of, room)
+        return [Cell((*fit_runs(words, room, ""), (" " * GAP, ""), (str(recent.text), recent.style)))]
+    last = Cell(_with_sensors(words, of, sum(size + GAP for size in layout.widths.values()) - GAP))
     height = layout.tall - 2
     if height < 1:
         return [last][: layout.tall - 1]
@@ -183,6 +186,15 @@ def _below(of: GpuView | MigView, layout: Layout) -> list[Cell]:
         for line, text in zip(lines, drawn, strict=True):
             line += [(text, style), (" " * GAP, "")]
     return [*(Cell(tuple(line)) for line in lines), last]
+
+
+def _with_sensors(words: Runs, of: GpuView | MigView, room: int) -> Runs:
+    """Return ``words`` with the performance state, clock and fan at the right end, as far as reported, if all fit."""
+    read = (of.sensors if isinstance(of, GpuView) else None) or Sensors()
+    values = (("P{:<2}", read.performance_state), ("{:>4} MHz", read.sm_clock), ("fan {:>3}%", read.fan))
+    shown = "  ".join(form.format(value) for form, value in values if value is not None)
+    gap = room - sum(width(text) for text, _ in words) - len(shown)
+    return words if gap < GAP or not shown else (*words, (" " * gap, ""), (shown, "dim"))
 
 
 def _recent(gpu: GpuView, layout: Layout, line: int) -> Cell:
@@ -202,8 +214,11 @@ def _part(value: float | None, most: float | None) -> float | None:
     return None if value is None or not most else value / most
 
 
-def _reason(of: GpuView | MigView) -> Cell:
-    return Cell(of.reason, "dim" if of.state == "free" else "")
+def _reason(of: GpuView | MigView, scene: Scene) -> Cell:
+    """Return the reason of a state, without the user if its column shows the whole name."""
+    users = users_of(of, scene) if isinstance(of, GpuView) else [lease.owner for lease in scene.leases_on(of.uuid)]
+    whole = width(", ".join(users)) <= _USER
+    return Cell(reason_beside(of.reason, users) if whole else of.reason, "dim" if of.state == "free" else "")
 
 
 def host_lines(node: NodeView, glyphs: Glyphs, cells: int) -> Sequence[Runs]:
