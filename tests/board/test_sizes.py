@@ -144,10 +144,8 @@ async def everywhere(
         yield app, pilot
 
 
-@asynccontextmanager
-async def shown(app: BoardApp, pilot: Pilot[int], place: Place) -> AsyncIterator[None]:
-    """Open a place from the cluster view, and close it again with its keys."""
-    below = app.screen
+async def enter(app: BoardApp, pilot: Pilot[int], place: Place) -> None:
+    """Open a place from the cluster view."""
     if callable(place.opened):
         place.opened(app)
     else:
@@ -155,6 +153,13 @@ async def shown(app: BoardApp, pilot: Pilot[int], place: Place) -> AsyncIterator
             await pilot.press(key)
             await settle(pilot, lambda key=key: key not in AFTER or AFTER[key] in screen(app))  # type: ignore[misc]
     await settle(pilot, lambda: place.word in screen(app))
+
+
+@asynccontextmanager
+async def shown(app: BoardApp, pilot: Pilot[int], place: Place) -> AsyncIterator[None]:
+    """Open a place from the cluster view, and close it again with its keys."""
+    below = app.screen
+    await enter(app, pilot, place)
     yield
     await pilot.press(*place.closed)
     await settle(pilot, lambda: app.screen is below)

@@ -58,6 +58,13 @@ class Pane:
         """Type text as it is."""
         self.tmux("send-keys", "-l", text)
 
+    def click(self, words: str) -> None:
+        """Click on the last place where the screen has these words, as a terminal reports it (xterm's mode 1006)."""
+        lines = self.shows(words).splitlines()
+        row = max(number for number, line in enumerate(lines) if words in line)
+        place = f"0;{lines[row].rindex(words) + 1};{row + 1}"
+        self.type(f"\x1b[<{place}M\x1b[<{place}m")
+
     def text(self) -> str:
         """Return what is on the screen."""
         return self.tmux("capture-pane", "-p")
@@ -325,6 +332,25 @@ def test_a_paste_with_escapes_is_text_and_no_keys(screen: Pane) -> None:
         screen.tmux("paste-buffer", "-p", "-d")
     screen.shows("[31mquit[0m")
     screen.keys("Escape")
+    screen.states(USUAL)
+
+
+def test_a_dialog_by_the_mouse_while_the_terminal_changes_its_size(screen: Pane) -> None:
+    screen.click("Reserve")
+    screen.shows("GPUs", "Purpose", "Cancel")
+    screen.size(80, 24)
+    screen.wait(lambda text: len(text.splitlines()) <= 24 and "Cancel" in text, "it fits 80x24")
+    screen.click("Purpose")  # the label; the field is right of it
+    screen.click("e.g. ablation study")
+    screen.type("tests")
+    screen.shows("Purpose      ", "tests")
+    screen.size(120, 40)
+    screen.wait(lambda text: "Cancel" in text and "e.g. ablation" not in text, "the text is kept")
+    screen.click("Cancel")
+    screen.wait(lambda text: "Purpose" not in text, "the dialog is closed")
+    screen.click("Leases")
+    screen.shows("Owner", "Back")
+    screen.click("Back")
     screen.states(USUAL)
 
 
