@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from gpuboard.board.text.cells import fit, fit_runs, inert, width
+from gpuboard.board.text.cells import fit, fit_names, fit_runs, inert, width
 
 FAMILY = "👨‍👩‍👧"
 PILE = "é" + "\u0301" * 30
@@ -46,6 +46,22 @@ def test_runs_of_several_styles_too(runs: list[tuple[str, int]], size: int, righ
 )
 def test_what_does_not_fit_ends_in_an_ellipsis(text: str, size: int, fitted: str) -> None:
     assert fit(text, size) == fitted
+
+
+@pytest.mark.parametrize(
+    ("names", "size", "fitted"),
+    [
+        (["erin", "dave"], 10, "erin, dave"),
+        (["erin", "dave"], 9, "erin +1  "),
+        (["erin", "dave", "bob"], 13, "erin, dave +1"),
+        (["erin", "dave", "bob"], 12, "erin +2     "),
+        (["erin", "dave"], 5, "erin…"),
+        (["日本語", "bob"], 9, "日本語 +1"),
+        ([], 3, "   "),
+    ],
+)
+def test_names_that_do_not_fit_are_counted(names: list[str], size: int, fitted: str) -> None:
+    assert fit_names(names, size) == fitted
 
 
 def test_numbers_stand_at_the_right() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from rich.cells import cell_len, get_character_cell_size
@@ -59,6 +59,20 @@ def fit(text: str, size: int) -> str:
     if _plain(text) and len(text) <= size:
         return text.ljust(size)
     return "".join(part for part, _ in fit_runs([(text, None)], size, None))
+
+
+def fit_names(names: Sequence[str], size: int) -> str:
+    """Return names in exactly ``size`` terminal cells; those that do not fit are counted.
+
+    >>> fit_names(["erin", "dave"], 10), fit_names(["erin", "dave"], 9)
+    ('erin, dave', 'erin +1  ')
+    """
+    shown = ", ".join(names)
+    for count in range(len(names) - 1, 0, -1):
+        if width(shown) <= size:
+            break
+        shown = f"{', '.join(names[:count])} +{len(names) - count}"
+    return fit(shown, size)
 
 
 def fit_runs(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gpuboard.board.history import History
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.cells import fit
+from gpuboard.board.text.cells import fit, fit_names
 from gpuboard.board.text.format import UNKNOWN, flag_mark, gib, percent
 from gpuboard.board.text.gpu_row import degrees, letter_of, owner, units
 from gpuboard.board.text.plots import curve, meter, metered, per_cell
@@ -78,7 +78,7 @@ def further_lines(gpu: GpuView, ink: Ink) -> list[Parts]:
     _, state = letter_of(gpu)
     users, role = owner(gpu, ink.scene)
     readable = has_readings(gpu)
-    lines: list[Parts] = [[(fit("" if users == UNKNOWN and not readable else users, room), role)]]
+    lines: list[Parts] = [[(fit_names([] if users == UNKNOWN and not readable else users.split(", "), room), role)]]
     if readable:
         lines += [_memory(gpu, room, state, look), *([_power(gpu, room, look)] if size.lines >= _POWER_FROM else [])]
     height = size.lines - 4 - (size.lines >= _BLANK_FROM) - (size.lines >= _POWER_FROM) + 1
