@@ -69,8 +69,8 @@ class LaunchDialog(Dialog[str]):
 
     DEFAULT_CSS = """
     LaunchDialog #box { width: 100; }
-    LaunchDialog .field Input, LaunchDialog .field Tick { width: 1fr; }
-    LaunchDialog .field .note { width: 35; }
+    LaunchDialog .field Input, LaunchDialog .field Tick { width: 4fr; }
+    LaunchDialog .field .note { width: 5fr; max-width: 35; }
     """
 
     def __init__(self, board: BoardApp, scene: Scene, gpus: str, uuids: Sequence[str]) -> None:

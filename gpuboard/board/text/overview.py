@@ -94,7 +94,7 @@ def layout(names: Sequence[str], cells: int, lines: int) -> list[tuple[int, Sequ
     else:
         rows = max(1, lines // _SHORTEST)
         return layout([name for name in BOXES if name in names][: len(names) - 1], cells, lines)
-    heights = [lines * (number + 1) // rows - lines * number // rows for number in range(rows)]
+    heights = [lines // rows + (number < lines % rows) for number in range(rows)]
     return list(zip(heights, found, strict=True))
 
 
