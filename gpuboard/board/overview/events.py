@@ -99,7 +99,7 @@ def _of_gpus(before: NodeView, node: NodeView, at: str, bad: set[str]) -> Iterat
         and gpu.error is old.error
         and gpu.xids is old.xids
         and gpu.sick is old.sick
-        and "rogue" not in gpu.flags
+        and (gpu.flags is old.flags or "rogue" not in gpu.flags)
         for old, gpu in zip(before.gpus, node.gpus, strict=True)
     ):
         return
