@@ -204,8 +204,9 @@ class Fleet:
         read = [facts for feed in self._feeds.values() if (facts := feed.facts).reading is not None]
         found = {facts.name: self._builder.claims(facts, users) for facts in read}
         if self._monitor is not None:
-            scheduled = self._monitor.of(read, time.monotonic(), time.time())
-            found = {facts.name: standing(found[facts.name], facts, scheduled.get(facts.name)) for facts in read}
+            held = [facts for facts in read if found[facts.name]]
+            scheduled = self._monitor.of(held, time.monotonic(), time.time())
+            found |= {facts.name: standing(found[facts.name], facts, scheduled.get(facts.name)) for facts in held}
         return found
 
     def uids(self) -> dict[str, int]:
