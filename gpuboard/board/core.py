@@ -130,12 +130,11 @@ class Core:
 
     def _watch(self, changed: Callable[[Scene], object]) -> None:
         looked, look_at = self._on_show, 0.0
-        scenes: deque[Scene] = deque(maxlen=2)  # the old one is freed here: the UI's thread answers keys
+        shown: deque[Scene] = deque(maxlen=1)  # the scene before is freed here: the UI's thread answers keys
         while not self._closed.is_set():
             began = time.thread_time()
             try:
                 scene = self.scene()
-                scenes.append(scene)
                 self.history.add(scene.snapshot, time.time())
                 self.events.add(scene.snapshot, scene.leases, time.monotonic())
             except (
@@ -151,6 +150,7 @@ class Core:
                 self.fleet.send(on_show[0], "look", {"uuid": on_show[1]})
             self._closed.wait(min(_REST_MOST_S, _REST * (time.thread_time() - began)))
             self.fleet.wait_change(_PACE_S)
+            shown.append(scene)  # the UI shows it by now; the next one uses the memory of the one before
 
 
 def banners(snapshot: Snapshot, *, running_s: float) -> tuple[str, ...]:
