@@ -243,7 +243,8 @@ def runs_of(cell: Cell, base: Style, look: Look) -> Styled:
     if isinstance(cell.text, str):
         return [(cell.text, style)]
     if isinstance(cell.text, tuple):
-        return [(text, style + _style(own, look)) for text, own in cell.text]
+        styles = {own: style + _style(own, look) for own in {own for _, own in cell.text}}  # few, and slow to add
+        return [(text, styles[own]) for text, own in cell.text]
     text = cell.text
     style += _style(text.style, look)
     cuts = sorted({0, len(text), *(c for span in text.spans for c in (span.start, span.end) if 0 < c < len(text))})
@@ -262,10 +263,8 @@ def strip(runs: Iterable[tuple[str, Style]], pad: Style, width: int) -> Strip:
     from textual.strip import Strip  # late: the first frame is drawn before textual is there
 
     segments: list[Segment] = []
-    size = 0
     joined, last = "", pad
     for text, style in runs:
-        size += cells_of(text)
         if style is last:
             joined += text
         else:
@@ -274,7 +273,7 @@ def strip(runs: Iterable[tuple[str, Style]], pad: Style, width: int) -> Strip:
             joined, last = text, style
     if joined:
         segments.append(Segment(joined, last))
-    return Strip(segments, size).adjust_cell_length(width, pad)
+    return Strip(segments, sum(cells_of(text) for text, _, _ in segments)).adjust_cell_length(width, pad)
 
 
 def _style(style: str | Style, look: Look) -> Style:
