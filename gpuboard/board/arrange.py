@@ -141,7 +141,13 @@ def arrange_nodes(scene: Scene, view: ViewState, matches: Matches | None = None)
 
 def natural_nodes(scene: Scene) -> list[NodeView]:
     """Return the nodes in natural order: gpu2 before gpu10."""
-    return sorted(scene.snapshot.nodes, key=lambda node: natural(node.name))
+    nodes = scene.snapshot.nodes
+    return [nodes[at] for at in _natural_order(tuple([node.name for node in nodes]))]
+
+
+@lru_cache(maxsize=1)
+def _natural_order(names: tuple[str, ...]) -> list[int]:
+    return sorted(range(len(names)), key=lambda at: natural(names[at]))
 
 
 @lru_cache(maxsize=20_000)

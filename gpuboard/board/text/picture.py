@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -94,8 +95,13 @@ def split(items: Sequence[Item], each: int | None) -> Sequence[Item]:
 
 def _extent(nodes: Sequence[NodeView]) -> tuple[int, int]:
     """Return the width of the column of names, and the largest number of GPUs of a node."""
-    name = max((width(node.name) for node in nodes), default=0)
+    name = _widest(tuple([node.name for node in nodes]))
     return min(max(name, _NAME_LEAST), _NAME_MOST), max((len(node.gpus) for node in nodes), default=1) or 1
+
+
+@lru_cache(maxsize=1)
+def _widest(names: tuple[str, ...]) -> int:
+    return max(map(width, names), default=0)
 
 
 def columns_for(scene: Scene, items: Sequence[Item], size: CellSize) -> tuple[Column, ...]:
