@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpuboard.agent.claims import files
+from gpuboard.agent.claims import files, protocol
 from gpuboard.agent.claims import store as claims
+from gpuboard.agent.proc import boot_id
 from gpuboard.model.reading import Claim
 from tests.unit.claims_help import ALICE, BOB, age, ask, become, claims_folder, read, refused, root, take
 from tests.waiting import Clock
@@ -265,3 +268,33 @@ def test_one_user_cannot_keep_others_from_taking(folder: str) -> None:
     assert "until" in become(ALICE, lambda: take(folder, "k3f9", "GPU-a"))
     assert read(folder)["k3f9 GPU-a"].state == "live"
     assert len(json.loads(Path(folder, "gpuboard.GPU-a.k3f9").read_text())["took"]) == 16
+
+
+def test_a_release_during_a_renewal_leaves_no_claim(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The renewal has read the claim that it replaces; the release then waits for its end."""
+    monkeypatch.setattr(protocol, "LOCK_WAIT_S", 600.0)
+    take(folder, "k3f9", "GPU-a")
+    waits = threading.Event()
+
+    class Releasing(files.Files):
+        def lock(self, wait_s: float) -> bool:
+            waits.set()
+            return super().lock(wait_s)
+
+    def release() -> None:
+        with contextlib.closing(Releasing(folder)) as opened:
+            protocol.drive(protocol.release("k3f9", os.geteuid(), boot_id()), opened)
+        waits.set()
+
+    releasing = threading.Thread(target=release)
+
+    class Renewing(files.Files):
+        def rename(self, temporary: str, name: str) -> None:
+            releasing.start()
+            waits.wait()
+            super().rename(temporary, name)
+
+    with contextlib.closing(Renewing(folder)) as opened:
+        protocol.drive(protocol.renew("k3f9", 600.0, os.geteuid(), boot_id()), opened)
+    releasing.join()
+    assert os.listdir(folder) == []

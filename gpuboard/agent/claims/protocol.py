@@ -275,8 +275,10 @@ def _prolong(one: "Judged", for_s: float, clock: "Clock") -> "Steps":
 def release(lease: str, uid: int, boot_id: str) -> "Steps":
     """Remove this user's claims of ``lease`` (root: all users'); return their UUIDs.
 
+    With the lock: a renewal at the same time would put back a claim that is removed before it is replaced.
     Raises Refuse: not-found, not-yours.
     """
+    yield ("lock", LOCK_WAIT_S)
     clock = yield ("clock",)
     names = yield ("list", _names_of(lease))
     own = []
@@ -284,9 +286,10 @@ def release(lease: str, uid: int, boot_id: str) -> "Steps":
         entry = yield ("read", name, uid or None)
         if entry is not None:
             own.append(rules.judge(entry, clock, boot_id))  # garbage too: own files may be removed
+    yield from withdraw([x.entry.name for x in own])
+    yield ("unlock",)
     if not own:
         raise (yield from _not_ours(lease))
-    yield from withdraw([x.entry.name for x in own])
     return [x.content["uuid"] for x in own if x.content is not None]
 
 
