@@ -60,9 +60,10 @@ class Loop:
         timeout = None
         if self._timers:
             timeout = _milliseconds(min(timer[0] for timer in self._timers) - time.monotonic())
-        for fd, _ in self._poll.poll(timeout):
-            watched = self._watched.get(fd)
-            if watched is not None:  # an earlier callback of this turn may have unwatched it
+        ready = [(fd, self._watched[fd]) for fd, _ in self._poll.poll(timeout)]
+        for fd, watched in ready:
+            # An earlier callback of this turn may have unwatched it, and another file may have its number now.
+            if self._watched.get(fd) is watched:
                 watched[1]()
         now = time.monotonic()
         for timer in sorted(self._timers, key=lambda timer: timer[:2]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from gpuboard.agent.event_loop import IN, Loop
 from gpuboard.agent.launch.teardown import living
 from gpuboard.agent.launch.watch.forked import Looks
+from gpuboard.keeper.loop import KeeperLoop
 
 
 def test_timers_fire_in_their_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +49,40 @@ def test_a_callback_may_forget_what_is_ready_too() -> None:
     for pair in pipes:
         for fd in pair:
             os.close(fd)
+
+
+@pytest.mark.parametrize("kind", [Loop, KeeperLoop])
+def test_a_new_file_with_the_number_of_a_ready_one_is_not_taken_for_it(kind: type[Loop | KeeperLoop]) -> None:
+    loop = kind()
+    pipes = [os.pipe() for _ in range(2)]
+    seen: list[str] = []
+
+    def watch(fd: int, callback: Callable[[], None]) -> None:
+        if isinstance(loop, Loop):
+            loop.watch(fd, IN, callback)
+        else:
+            loop.watch(fd, callback)
+
+    def replace() -> None:
+        """Close the other pipe, and open another one in its place."""
+        loop.unwatch(pipes[0][0])
+        loop.unwatch(pipes[1][0])
+        os.dup2(quiet[0], pipes[1][0])
+        watch(pipes[1][0], lambda: seen.append("the new one"))
+        seen.append("the first one")
+
+    quiet = os.pipe()
+    watch(pipes[0][0], replace)
+    watch(pipes[1][0], lambda: seen.append("the old one"))
+    for _, write_end in pipes:
+        os.write(write_end, b"x")
+    if isinstance(loop, Loop):
+        loop.turn()
+    else:
+        loop.wait(0.0)
+    assert seen == ["the first one"]
+    for fd in (*pipes[0], *pipes[1], *quiet):
+        os.close(fd)
 
 
 def test_a_timer_may_cancel_another_of_the_same_moment() -> None:

@@ -59,9 +59,11 @@ class KeeperLoop:
 
     def wait(self, seconds: float) -> None:
         """Wait for events, ``seconds`` at most, and call their actions."""
-        for fd, _ in self._poller.poll(0 if self._later else max(0.0, seconds) * 1000 + 1):
-            if fd in self._actions:  # an earlier action may have unwatched it
-                self._actions[fd]()
+        events = self._poller.poll(0 if self._later else max(0.0, seconds) * 1000 + 1)
+        for fd, action in [(fd, self._actions[fd]) for fd, _ in events]:
+            # An earlier action may have unwatched it, and another file may have its number now.
+            if self._actions.get(fd) is action:
+                action()
         while self._later:
             self._later.popleft()()
 
