@@ -220,10 +220,11 @@ def forget(lease: str, env: Mapping[str, str]) -> None:
     """Stop the keeper's heartbeats for ``lease``, which is released. Without a keeper, remove its record."""
     message = {"op": "forget", "lease": lease}
     if not _notify(message, env, TIMING.forget_s):
-        path = f"{_folder(env)}/{lease}.json"
-        if os.path.exists(path):
-            os.unlink(path)
-            _notify(message, env, TIMING.forget_s)  # a keeper started meanwhile may have read the record
+        try:
+            os.unlink(f"{_folder(env)}/{lease}.json")
+        except FileNotFoundError:
+            return  # also where two commands release the lease at once
+        _notify(message, env, TIMING.forget_s)  # a keeper started meanwhile may have read the record
 
 
 def announce_end(lease: str, env: Mapping[str, str]) -> None:

@@ -258,6 +258,22 @@ def test_lease_released_while_its_keeper_starts_is_removed(lab: Lab) -> None:
     assert lab.records() == set()
 
 
+def test_two_commands_release_a_lease_without_a_keeper(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.holding("free4")
+    lab.signal_keeper(signal.SIGKILL)
+    until(lambda: not lab.keepers())
+    unlink = os.unlink
+
+    def second(path: str) -> None:
+        unlink(path)  # by the other command
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", second)
+        keeper.forget("free4", lab.env)
+    assert lab.records() == set()
+
+
 def test_keeper_inherits_nothing(lab: Lab) -> None:
     """No descriptor, variable, folder, session or parent of the command that started it."""
     script = lab.started("exec 7</dev/zero; export SLURM_PROCID=1\n" + lab.take("alone1") + "echo go; read")
@@ -321,6 +337,37 @@ def test_unreadable_record_is_renamed(lab: Lab) -> None:
     until(lambda: "good1: taken over" in lab.log())
     assert lab.records() == {"good1"}
     assert (lab.place / "bad1.json.bad").exists()
+
+
+def test_a_record_removed_while_it_is_read_ends_no_keeper(lab: Lab) -> None:
+    """As by a command that releases a lease while its keeper starts."""
+    lab.holding("good2")
+    lab.signal_keeper(signal.SIGKILL)
+    until(lambda: not lab.keepers())
+    record = lab.place / "gone1.json"  # read before good2.json
+    os.mkfifo(record)
+    keeper.restart_if_needed(lab.env)
+    with record.open("wb"):  # returns when the keeper has opened it, too
+        record.unlink()
+    until(lambda: "good2: taken over" in lab.log())
+    assert lab.records() == {"good2"}
+
+
+def test_a_full_disk_ends_no_keeper_of_a_shared_lease(lab: Lab) -> None:
+    folder = claims.Folder(str(lab.claims))
+    claims.handle("take", {"lease": "else2", "uuids": UUIDS[1:2], "for_s": 3600.0, "nodes": ["n"], "gpus": 1}, folder)
+    kept = keeper.KeptNode("n", [UUIDS[1]], None, str(lab.claims), None)
+    heads = [subprocess.Popen(["sleep", "300"], start_new_session=True) for _ in range(2)]
+    with heads[0], heads[1]:
+        for head in heads:
+            record = keeper.record("else2", [kept], {}, holder.identify(head.pid), 3600.0, shared=True)
+            keeper.hand_over(record, lab.env).confirm()
+        (lab.place / "else2.json").unlink()
+        (lab.place / "else2.json").mkdir()  # the record cannot be replaced
+        heads[0].kill()
+        until(lambda: f"else2: still used by pid {heads[1].pid}" in lab.log())
+        heads[1].kill()
+        until(lambda: "else2: left to its own keeper" in lab.log())
 
 
 def test_suspended_keeper_is_named(lab: Lab) -> None:

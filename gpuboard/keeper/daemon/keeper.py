@@ -173,8 +173,9 @@ class Keeper:
                     self._keep(KeptLease(decode(json.load(file)), self.context))
                 log(f"{name[:-5]}: taken over")
             except (ValueError, OSError) as error:
-                log(f"{name}: unreadable, renamed to {name}.bad: {error}")
-                os.replace(path, path + ".bad")
+                with suppress(FileNotFoundError):  # a command has just released that lease
+                    os.replace(path, path + ".bad")
+                    log(f"{name}: unreadable, renamed to {name}.bad: {error}")
 
     def _keep(self, kept: KeptLease) -> None:
         self.kept[kept.id] = kept

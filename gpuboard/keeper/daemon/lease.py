@@ -260,7 +260,8 @@ class KeptLease:
         log(f"{self.id}: still used by pid {runs[0].pid}")
         self._unwatch_processes()
         self.phase, self._since, self.due = "held", None, None
-        self.rewrite(of_holder(self.record._replace(holder=runs[0], others=runs[1:])))
+        with suppress(OSError):  # a full disk: a successor looks for the runs again
+            self.rewrite(of_holder(self.record._replace(holder=runs[0], others=runs[1:])))
         self._watch_process(runs[0].pid)
         if not alive(runs[0]):
             self._process_ended()
