@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -25,3 +29,19 @@ def test_a_head_that_has_ended_already(sent: bytes, code: int, expected: bytes |
         assert WaitingCommand(pid, ours).wait() == expected
     if isinstance(expected, bytes):
         os.waitpid(pid, 0)
+
+
+def test_a_signal_that_arrives_with_the_config_reaches_the_head() -> None:
+    """As when it is sent while the head's interpreter starts: both lines are read at once."""
+    lines = [{"config": ""}, {"signal": int(signal.SIGTERM)}]
+    script = """
+import signal
+from gpuboard.launch.detached import served
+served.unpacked = str
+served.ServedHead()
+signal.pause()
+"""
+    head = subprocess.run(
+        [sys.executable, "-c", script], input="".join(json.dumps(line) + "\n" for line in lines), text=True, check=False
+    )
+    assert head.returncode == -signal.SIGTERM

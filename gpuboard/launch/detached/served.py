@@ -42,6 +42,7 @@ class ServedHead:
             self._data += data
         line, _, self._data = self._data.partition(b"\n")
         self.config: HeadConfig = unpacked(from_json(line)["config"])
+        self._received(b"")  # a signal may have come in the same read
         self.line = Lifeline(0, lambda: os.kill(os.getpid(), signal.SIGINT), self._received)
 
     def adopt(self, env: Mapping[str, str], report: Callable[[str], None]) -> None:
