@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import get_args
 
@@ -17,7 +19,8 @@ from gpuboard.config import Settings
 from gpuboard.errors import ConfigError
 from gpuboard.transport.base import Kind, TransportError
 from gpuboard.transport.connector import ssh_transport
-from gpuboard.transport.ssh.asyncssh import explain
+from gpuboard.transport.link import AgentLink
+from gpuboard.transport.ssh.asyncssh import SshChannel, explain
 from gpuboard.transport.ssh.asyncssh_config import HostConfig
 
 CONFIG = """\
@@ -146,3 +149,14 @@ def test_a_transport_without_its_program_is_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match='transport = "openssh": no `ssh` on PATH; install openssh-client'):
         ssh_transport(Settings(transport="openssh"))
+
+
+def test_a_message_to_a_transport_that_is_being_closed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the board is left while its thread tells nodes the time of their next reading."""
+    loop = asyncio.new_event_loop()
+    link = AgentLink("gpu01", "node", {}, lambda _: None, lambda _: None)
+    channel = SshChannel(loop, threading.Thread(), link, "python3")
+    loop.close()
+    monkeypatch.setattr(loop, "is_closed", lambda: False)  # asked right before it is closed
+    channel.write(b"tick")
+    channel.close()

@@ -344,8 +344,9 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
     def _in_loop(self, act: Callable[..., None], *args: Any) -> None:
         if threading.current_thread() is self._thread:
             act(*args)
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(act, *args)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and this channel with it
+                self._loop.call_soon_threadsafe(act, *args)
 
 
 def explain(error: Exception, name: str, host: SshHost | None, timeout_s: float) -> TransportError:
