@@ -6,9 +6,10 @@ import io
 import os
 import queue
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
+from gpuboard.launch.attempt.record import AttemptRecord
+from gpuboard.launch.attempt.requests import Requests
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
 from gpuboard.launch.runs.control import ControlRequest, ask
@@ -154,3 +157,28 @@ def test_the_wait_for_a_suspended_supervisor_is_limited(tmp_path: Path) -> None:
         assert head._pump(lambda: head._watch.cause is not None, time.monotonic() + 60)
         assert [verdict.rank for verdict in head.view().verdicts] == [RESET.rank]
         os.kill(supervisor, signal.SIGCONT)
+
+
+def test_a_request_between_two_attempts_reaches_the_next_one(tmp_path: Path) -> None:
+    """The control socket's thread has taken the inbox of the attempt that ends, and has not put the request into it."""
+    putting, moved = threading.Event(), threading.Event()
+
+    class Slow(queue.SimpleQueue[Any]):
+        def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+            putting.set()
+            moved.wait(0.2)  # the next attempt begins now, unless it waits for this request
+            super().put(item)
+
+    folder = RunFolder({"XDG_STATE_HOME": str(tmp_path)}, "r0000000")
+    with closing(Screen(io.StringIO(), io.StringIO())) as screen:
+        requests, record = Requests("r0000000"), AttemptRecord(folder, screen)
+        last, following = Slow(), queue.SimpleQueue[Any]()
+        requests.receive(last, record, view=lambda: None, explained=lambda explanation: explanation)
+        asking = threading.Thread(target=ask, args=(folder.path, ControlRequest("stop")))
+        asking.start()
+        putting.wait()
+        requests.receive(following, record, view=lambda: None, explained=lambda explanation: explanation)
+        moved.set()
+        asking.join()
+        requests.close()
+    assert following.get_nowait() == ControlRequest("stop")

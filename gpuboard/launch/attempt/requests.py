@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -34,6 +35,7 @@ class Requests:
     def __init__(self, run: str) -> None:
         self._run = run
         self._inbox: Inbox | None = None  # of the newest attempt
+        self._moving = threading.RLock()  # held while requests go to an inbox, also by a signal handler meanwhile
         self._explained: Callable[[Explanation], Explanation] = lambda explanation: explanation
         self._view: Callable[[], RunView | None] = lambda: None
         self._server: ControlServer | None = None
@@ -51,7 +53,8 @@ class Requests:
 
         ``view``: the attempt's state; ``explained`` adds to an explanation what the attempt knows. In the main thread.
         """
-        before, self._inbox, self._view, self._explained = self._inbox, inbox, view, explained
+        with self._moving:
+            before, self._inbox, self._view, self._explained = self._inbox, inbox, view, explained
         if before is None:
             self._catch_signals()
             try:
@@ -82,8 +85,9 @@ class Requests:
         self._put(SignalReceived(number))
 
     def _put(self, item: object) -> None:
-        assert self._inbox is not None
-        self._inbox.put(item)
+        with self._moving:
+            assert self._inbox is not None
+            self._inbox.put(item)
 
     def _control(self, request: ControlRequest) -> object:
         """Return the reply to a client of the control socket; called in the socket's thread."""
