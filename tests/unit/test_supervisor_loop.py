@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from gpuboard.agent.event_loop import IN, Loop
 from gpuboard.agent.launch.teardown import living
 from gpuboard.agent.launch.watch.forked import Looks
+from gpuboard.agent.nvml import process as nvml_process
 from gpuboard.keeper.loop import KeeperLoop
 
 
@@ -119,3 +121,24 @@ def test_a_look_is_known_until_its_result_is_there(tmp_path: Path) -> None:
         loop.turn()
     assert (results, looks.pids) == ([{"ranks": [1]}], set())
     os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [lambda: nvml_process.spawn(0.0, [], set(), None), lambda: Looks(Loop()).start(dict, lambda _: None)],
+    ids=["NVML process", "inspection"],
+)
+def test_a_process_that_cannot_be_started_leaves_no_pipe(
+    start: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a user has too many processes, they are started again and again."""
+
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fork", fork)
+        with pytest.raises(BlockingIOError):
+            start()
+    assert os.listdir("/proc/self/fd") == before

@@ -103,7 +103,12 @@ def spawn(now: float, close: "List[int]", skip: "Set[int]", only: "Optional[int]
     theirs_in, fd_out = os.pipe()
     fd_in, theirs_out = os.pipe()
     parent = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:  # too many processes: the next attempt follows
+        for fd in (theirs_in, fd_out, fd_in, theirs_out):
+            os.close(fd)
+        raise
     if pid == 0:
         try:
             for fd in close + [fd_in, fd_out]:

@@ -32,7 +32,12 @@ class Looks:
         """Call ``look`` in a new process; call ``done`` with its result once, without ranks if it takes too long."""
         fd_in, fd_out = os.pipe()
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(fd_in)
+            os.close(fd_out)
+            raise
         if pid == 0:
             try:
                 _run(parent, fd_out, look)
