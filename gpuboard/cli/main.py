@@ -193,11 +193,13 @@ def _unexpected(error: Exception) -> int:
 
         traceback.print_exc()
     if isinstance(error, OSError) and error.errno is not None and error.__traceback__ is not None:
-        of_stdout = not error.filename and (error.errno in _FULL or _stdout_failed())
-        where = " (stdout)" if of_stdout else f" ({error.filename})" if error.filename else ""
+        where = f" ({error.filename})" if error.filename else ""
         if error.errno == errno.EMFILE:
             where = f": the limit is {os.sysconf('SC_OPEN_MAX')}; raise it with `ulimit -n`"
-        report(f"{error.strerror}{where}; set GPUBOARD_DEBUG=1 to see the traceback")
+        if not error.filename and (error.errno in _FULL or _stdout_failed()):
+            report(f"cannot write to stdout: {error.strerror}")
+        else:
+            report(f"{error.strerror}{where}; set GPUBOARD_DEBUG=1 to see the traceback")
         _drop_stdout()
         return 1
     frame = error.__traceback__

@@ -198,7 +198,10 @@ def acquire(folder: str, timeout_s: float) -> RuntimeDir | None:
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 break
-            raise KeeperError(f"the keeper cannot write to its folder {folder}: {error.strerror}") from error
+            raise KeeperError(
+                f"the keeper cannot write to its folder {folder}: {error.strerror}; set XDG_STATE_HOME to a folder "
+                "that you can write to"
+            ) from error
     home = _fallback()
     make_private(home)
     try:

@@ -263,7 +263,7 @@ def test_a_full_disk_is_a_refusal_that_leaves_nothing(here: Here) -> None:
     if "mount" in done.stderr and "permission" in done.stderr.lower():
         pytest.skip("mounts are not allowed here")
     assert done.returncode == 4
-    assert "No space left on device" in done.stdout
+    assert f"{folder}: cannot read or write the claims: No space left on device" in done.stdout
     assert done.stderr.split()[-1] == "fill"  # neither a claim nor a temporary file
 
 

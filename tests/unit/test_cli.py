@@ -203,14 +203,14 @@ def test_full_disk_under_stdout_is_reported(unbuffered: str) -> None:
     finally:
         os.close(full)
     assert code == 1
-    assert err.startswith("gpuboard: No space left on device (stdout)")
+    assert err.startswith("gpuboard: cannot write to stdout: No space left on device\n")
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("closed", "code", "out", "err"),
     [
-        (">&-", 1, "", "gpuboard: Bad file descriptor (stdout)"),
+        (">&-", 1, "", "gpuboard: cannot write to stdout: Bad file descriptor\n"),
         ("2>&-", 0, "cluster ", ""),
         ("<&-", 0, "cluster ", ""),
         ("<&- 2>&-", 0, "cluster ", ""),

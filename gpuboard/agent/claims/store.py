@@ -172,6 +172,10 @@ def handle(op: str, args: "Dict[str, Any]", folder: "Folder") -> "Any":
     files = folder.open()
     try:
         return _answer(op, args, folder, files)
+    except Refuse as refused:
+        if refused.kind != "disk":
+            raise
+        raise Refuse("disk", "%s: %s" % (folder.path, refused.message))
     except OSError as error:
         raise Refuse("disk", "%s: %s" % (folder.path, error.strerror or error))
     finally:
