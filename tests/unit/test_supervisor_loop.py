@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gpuboard.agent.event_loop import IN, Loop
+from gpuboard.agent.launch import teardown
 from gpuboard.agent.launch.teardown import living
 from gpuboard.agent.launch.watch.forked import Looks
 from gpuboard.agent.nvml import process as nvml_process
@@ -99,8 +100,10 @@ def test_a_timer_may_cancel_another_of_the_same_moment() -> None:
     assert seen == ["after"]
 
 
-def test_a_look_is_known_until_its_result_is_there(tmp_path: Path) -> None:
-    """The process of a look is no helper that the ranks left running."""
+def test_a_look_is_known_until_its_result_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of a look is no helper that the ranks left running, and gets no signal once it has ended."""
+    signalled: list[int] = []
+    monkeypatch.setattr(teardown, "send_signal", lambda pid, _: signalled.append(pid))
     loop = Loop()
     looks = Looks(loop)
     results: list[dict[str, Any]] = []
@@ -119,7 +122,7 @@ def test_a_look_is_known_until_its_result_is_there(tmp_path: Path) -> None:
     told.touch()
     while not results:
         loop.turn()
-    assert (results, looks.pids) == ([{"ranks": [1]}], set())
+    assert (results, looks.pids, signalled) == ([{"ranks": [1]}], set(), [])
     os.waitpid(pid, 0)
 
 

@@ -52,7 +52,6 @@ class Looks:
             self._loop.unwatch(fd_in)
             os.close(fd_in)
             self._loop.cancel(timer)
-            teardown.send_signal(pid, signal.SIGKILL)  # reaped with the other children
             self.pids.discard(pid)
             try:
                 result = json.loads(b"".join(received).decode("utf-8"))
@@ -71,7 +70,12 @@ class Looks:
                     return
                 received.append(data)
 
-        timer = self._loop.after(_DEADLINE_S, finish)
+        def late() -> None:
+            # Only here: its end-of-file comes with its end, and a process that has been reaped may share its pid.
+            teardown.send_signal(pid, signal.SIGKILL)  # reaped with the other children
+            finish()
+
+        timer = self._loop.after(_DEADLINE_S, late)
         self._loop.watch(fd_in, IN, read)
 
 
