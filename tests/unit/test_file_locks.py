@@ -51,6 +51,19 @@ def test_locks_that_cannot_be_read_are_left_out() -> None:
     assert [(lock.pid, lock.inode) for lock in locks.parse(text)] == [(-1, 12)]
 
 
+def test_a_number_that_two_locks_had_while_they_were_read_names_the_right_holder() -> None:
+    """A lock was removed between two reads of /proc/locks, so that the numbers after it are one less."""
+    text = "1: FLOCK ADVISORY WRITE 7 fe:00:9 0 EOF\n" + "".join(
+        f"1: {waits}POSIX ADVISORY WRITE {pid} fe:00:12 0 EOF\n" for waits, pid in (("", 8), ("-> ", 999999998))
+    )
+    assert locks.awaited(999999998, locks.parse(text)) == {"file": "", "pid": 8, "name": _name(8), "waits": True}
+
+
+def _name(pid: int) -> str:
+    process = proc.read_process(pid)
+    return "" if process is None else process.name
+
+
 def test_a_database_that_another_process_has_locked_is_found(tmp_path: Path) -> None:
     opened = (
         f"import sqlite3, sys\ndb = sqlite3.connect({str(tmp_path / 'runs.db')!r}, isolation_level=None, timeout=600)\n"

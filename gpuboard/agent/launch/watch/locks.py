@@ -52,9 +52,11 @@ def awaited(pid: int, locks: "List[Lock]") -> "Optional[Dict[str, Any]]":
     ``waits`` is false for a lock of another process on a file that this one has open: programs that try a lock again
     and again (sqlite) do not wait for it in the kernel.
     """
-    mine = [lock for lock in locks if lock.waits and lock.pid == pid]
-    numbers = {lock.number for lock in mine}
-    held = [lock for lock in locks if not lock.waits and lock.number in numbers]
+    mine = [at for at, lock in enumerate(locks) if lock.waits and lock.pid == pid]
+    held = []
+    for at in mine:  # below its holder; the numbers shift when locks come and go between two reads of the file
+        above = [lock for lock in locks[:at] if not lock.waits][-1:]
+        held += [lock for lock in above if lock.number == locks[at].number]
     if not mine:
         held = [lock for lock in locks if not lock.waits and lock.write and lock.pid not in (pid, os.getpid())]
     files = _open_files(pid) if held else {}
