@@ -16,7 +16,7 @@ from gpuboard.agent.launch import teardown
 from gpuboard.agent.launch.teardown import living
 from gpuboard.agent.launch.watch.forked import Looks
 from gpuboard.agent.nvml import process as nvml_process
-from gpuboard.keeper.loop import KeeperLoop
+from gpuboard.keeper.daemon.loop import KeeperLoop
 
 
 def test_timers_fire_in_their_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
