@@ -135,11 +135,11 @@ class Still(Core):
             self.history.add(shown, _T - second)
         claims = {name: node_claims(facts, {}) for name, facts in self._facts.items()}
         unread = [node.name for node in shown.nodes if node.state != "up"]
-        leases = leases_of(
-            {n: c for n, c in claims.items() if n not in unread}, indexes(shown.nodes), self._clock(), lambda _: None
-        )
+        read = {name: found for name, found in claims.items() if name not in unread}
+        uids = dict.fromkeys(self._probes, uid(_VIEWER))
+        leases = leases_of(read, indexes(shown.nodes), self._clock(), uids=uids)
         found = LeaseList(schema=1, at=iso(self._clock()), leases=leases, unread=unread)
-        self._scene = Scene(shown, found, uids=dict.fromkeys(self._probes, uid(_VIEWER)))
+        self._scene = Scene(shown, found, uids=uids)
         changed(self._scene)
 
     def scene(self) -> Scene:
