@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.integration.launch_lab import parent
 from tests.integration.ranks_driver import Node, carriers, launch_config
+from tests.waiting import until
 
 pytestmark = pytest.mark.torch
 
@@ -117,11 +119,11 @@ def test_a_failure_in_init_is_reported_as_such(tmp_path: Path) -> None:
         assert node.data("raised")[0]["line"] == 2
 
 
+UP = "import torch.distributed as d, time\nd.init_process_group('gloo')\nprint('up', flush=True)\ntime.sleep(600)\n"
+
+
 def test_the_death_of_the_store_ends_the_run(tmp_path: Path) -> None:
-    script = (
-        "import torch.distributed as d, time\nd.init_process_group('gloo')\nprint('up', flush=True)\ntime.sleep(600)\n"
-    )
-    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "script.py").write_text(UP)
     with Node(launch_config(tmp_path, "script.py")) as node:
         rank = node.start()["0"]
         node.wait(lambda n: "up" in n.text())
@@ -131,6 +133,26 @@ def test_the_death_of_the_store_ends_the_run(tmp_path: Path) -> None:
         assert node.wait_ended()[0]["signal"] == signal.SIGTERM
         assert node.data("store")[-1]["state"] == "died"
         assert node.data("store")[-1]["code"] == -signal.SIGKILL
+
+
+def test_slurm_is_the_cause_where_its_sigterm_ends_the_store_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "script.py").write_text(UP)
+    with Node(launch_config(tmp_path, "script.py")) as node:
+        rank = node.start()["0"]
+        node.wait(lambda n: "up" in n.text())
+        (store,) = [pid for pid in carriers(node.run) if pid != rank]
+        supervisor = parent(rank)
+        os.kill(supervisor, signal.SIGSTOP)  # it then finds the end of the store and its own signal at once
+        os.kill(store, signal.SIGTERM)
+        until(lambda: store not in carriers(node.run), "the store ends")
+        os.kill(supervisor, signal.SIGTERM)
+        os.kill(supervisor, signal.SIGCONT)
+        node.wait_ended()
+        assert ["Slurm is ending job 7" in event["reason"] for event in node.data("stopping")] == [True]
+        assert [event["state"] for event in node.data("store")] == ["ready"]
 
 
 def test_the_store_of_several_nodes_stays_until_stop(tmp_path: Path) -> None:

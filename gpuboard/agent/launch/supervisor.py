@@ -40,7 +40,7 @@ class Supervisor:
         self._guard_pid = guard_pid
         self._loop = Loop()
         self._environ = start.node_environ(config)
-        self._workers = WorkerGroup(self._loop, channel.event, config, self._environ)
+        self._workers = WorkerGroup(self._loop, channel.event, self._store_lost, config, self._environ)
         self._looks = Looks(self._loop)
         self._answering = network.Answering(self._loop, config["secret"])
         self._master: "Optional[socket.socket]" = None
@@ -330,12 +330,17 @@ class Supervisor:
             if pid == 0:
                 break
             self._workers.ended(pid, os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status))
-        if self._workers.store_lost and self._workers.running():
-            self._end("the rendezvous store died", _LOST_GRACE_S)
         preflight_over = self._opened or self._ending_at is not None  # before, the head has more calls to make
         over = self._spawned and not self._finished and not self._workers.running()
         if over and preflight_over and self._helpers_until is None:
             self._ranks_ended()
+
+    def _store_lost(self, event: "Dict[str, Any]") -> None:
+        if self._ending_at is not None or self._finished:
+            return  # an effect
+        self._channel.event("store", event)
+        if self._workers.running():
+            self._end("the rendezvous store died", _LOST_GRACE_S)
 
     def _ranks_ended(self) -> None:
         """After the end of this node's last rank: give helpers their grace if all ranks succeeded, else end them."""

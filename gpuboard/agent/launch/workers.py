@@ -19,14 +19,23 @@ if MYPY:
     Emit = Callable[[str, Dict[str, Any]], None]
 
 _STORE = -1  # the rank number of the store
+_SIGTERM_S = 0.5  # after SIGTERM has ended the store: Slurm and a shutdown send it to the supervisor, too, as the cause
 _DRAIN_READS = 64  # limit of reads from the pipe of an ended rank: a pipe holds 1 MiB at most, 16 reads
 
 
 class WorkerGroup:
-    """``emit`` sends an event to the head."""
+    """``emit`` sends an event to the head; ``store_lost`` is called with that of a store that has died."""
 
-    def __init__(self, loop: Loop, emit: "Emit", config: "Dict[str, Any]", environ: "Dict[str, str]") -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        emit: "Emit",
+        store_lost: "Callable[[Dict[str, Any]], None]",
+        config: "Dict[str, Any]",
+        environ: "Dict[str, str]",
+    ) -> None:
         self._loop = loop
+        self._store_lost = store_lost
         self._emit = emit
         self._config = config
         self._environ = environ
@@ -35,7 +44,6 @@ class WorkerGroup:
         self._store_only = True  # the store was started on torch's C extension alone
         self._store_ready = False
         self._store_socket: "Optional[socket.socket]" = None
-        self.store_lost = False
         self.ending = False  # all processes are being killed, so their ends are not reported
         self._gate: "Optional[Dict[str, str]]" = None
         self._stdin: "Optional[Stdin]" = None  # of the rank that gets input
@@ -325,6 +333,5 @@ class WorkerGroup:
             self._store_only = False  # second attempt, with all of torch
             self.start_store(self._store_socket)
             return
-        self.store_lost = True
         data = {"state": "died", "port": None, "extension_only": self._store_only, "code": status}
-        self._emit("store", data)
+        self._loop.after(_SIGTERM_S if status == -signal.SIGTERM else 0.0, lambda: self._store_lost(data))
