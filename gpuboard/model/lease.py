@@ -29,7 +29,7 @@ class LeaseHolder(msgspec.Struct, frozen=True, gc=False):
 class Lease(msgspec.Struct, frozen=True, gc=False, rename={"since": "from"}):
     """A reservation: owner, GPUs, start and end.
 
-    ``mine``, ``may_end``: whether the caller owns it and may end it, as its ledger tells.
+    ``mine``, ``may_end``: whether the caller owns it and may end it, by the rules of its ledger.
     """
 
     id: str
@@ -57,7 +57,7 @@ class LeaseList(msgspec.Struct, frozen=True, gc=False):
     at: str
     leases: list[Lease]
     unread: list[str] = []  # nodes whose claims could not be read: their leases are missing
-    outdated: list[str] = []  # ledgers without a current answer: leases of theirs may be missing
+    outdated: list[str] = []  # ledgers without a current answer: some of their leases may be missing
 
 
 def gpus_text(gpus: Sequence[LeaseGpu]) -> str:

@@ -87,7 +87,7 @@ class StallWatch:
     def __init__(self, *, on_gpus: bool, timing: StallTiming = DEFAULT_STALL_TIMING) -> None:
         self.report: StallReport | None = None
         self.messages: list[str] = []
-        self.ending = False  # the ranks were told to end: what changes then is no progress
+        self.ending = False  # the ranks were sent SIGTERM: what changes then is no progress
         self._gpu_s = timing.gpu_s if on_gpus else float("inf")
         self._timing = timing
         self._quiet: dict[int, float] = {}  # rank → since when it has been quiet

@@ -27,7 +27,7 @@ KIND = "slurm"  # Lease.ledger
 
 
 def ownership(uid: int) -> dict[str, Any]:
-    """Return the fields of a lease that tell whose it is: users have the same uid on all of Slurm's hosts."""
+    """Return the fields of a lease that depend on its owner: users have the same uid on all of Slurm's hosts."""
     own = uid == os.geteuid()
     return {"ledger": KIND, "mine": own, "may_end": own or os.geteuid() == 0}
 
