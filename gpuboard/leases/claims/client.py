@@ -312,14 +312,7 @@ def leases_of(
             if claim.state == "live":
                 owner = None if uids is not None and claim.uid == uids.get(node) else claim.owner
                 groups.setdefault((claim.lease, owner), []).append((node, claim))
-    return [
-        msgspec.structs.replace(
-            _lease(found, claims.keys(), index, now, alive),
-            mine=owner is None,
-            may_end=owner is None or (uids is not None and all(uids.get(node) == 0 for node, _ in found)),
-        )
-        for (_, owner), found in groups.items()
-    ]
+    return [_lease(found, claims.keys(), index, now, alive=alive, uids=uids or {}) for found in groups.values()]
 
 
 def _within(seconds: float) -> float:
@@ -332,9 +325,12 @@ def _lease(
     read: Collection[str],
     index: Mapping[str, Mapping[str, int]],
     now: float,
+    *,
     alive: Callable[[ClaimHolder], bool | None],
+    uids: Mapping[str, int],
 ) -> Lease:
-    first = found[0][1]
+    node, first = found[0]
+    mine = uids.get(node) == first.uid
     ends_first = min((claim for _, claim in found), key=lambda claim: claim.remaining_s)
     remaining_s = _within(ends_first.remaining_s)
     until = now + remaining_s  # by this host's clock: times of two hosts are never subtracted
@@ -360,4 +356,6 @@ def _lease(
         flags=[*flags],
         remaining_s=remaining_s,
         nodes=sorted(named | {node for node, _ in found}),
+        mine=mine,
+        may_end=mine or all(uids.get(node) == 0 for node, _ in found),
     )
