@@ -28,7 +28,8 @@ def poll(watched: "Dict[int, int]", timeout_s: "Optional[float]" = None) -> "Dic
 class Loop:
     """Callbacks for descriptors that are ready and for timers that are due."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: "Callable[[], float]" = time.monotonic) -> None:
+        self._clock = clock
         self._poll = select.poll()
         self._watched: "Dict[int, Tuple[int, Callable[[], None]]]" = {}
         self._timers: "List[Tuple[float, int, Callable[[], None]]]" = []
@@ -48,7 +49,7 @@ class Loop:
     def after(self, seconds: float, callback: "Callable[[], None]") -> int:
         """Call ``callback`` once, ``seconds`` from now; returns a handle for ``cancel``."""
         self._count += 1
-        self._timers.append((time.monotonic() + seconds, self._count, callback))
+        self._timers.append((self._clock() + seconds, self._count, callback))
         return self._count
 
     def cancel(self, handle: int) -> None:
@@ -59,13 +60,13 @@ class Loop:
         """Wait for the next event and handle all that are ready."""
         timeout = None
         if self._timers:
-            timeout = _milliseconds(min(timer[0] for timer in self._timers) - time.monotonic())
+            timeout = _milliseconds(min(timer[0] for timer in self._timers) - self._clock())
         ready = [(fd, self._watched[fd]) for fd, _ in self._poll.poll(timeout)]
         for fd, watched in ready:
             # An earlier callback of this turn may have unwatched it, and another file may have its number now.
             if self._watched.get(fd) is watched:
                 watched[1]()
-        now = time.monotonic()
+        now = self._clock()
         for timer in sorted(self._timers, key=lambda timer: timer[:2]):
             if timer[0] <= now and timer in self._timers:
                 self._timers.remove(timer)
