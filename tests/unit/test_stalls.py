@@ -15,6 +15,7 @@ from gpuboard.launch.stalls.evidence import (
     StackFrame,
     StoreProcess,
 )
+from gpuboard.launch.stalls.inspect import completed
 from gpuboard.launch.stalls.verdict import Stall, diagnose, explain
 from gpuboard.launch.stalls.waits import RankGroup, RankStatus, activity
 from gpuboard.launch.stalls.watch import StallTiming, StallWatch
@@ -676,3 +677,17 @@ def test_a_node_that_could_not_be_inspected_ends_no_stall() -> None:
     run.watch.messages.clear()
     run.watch.inspected([status(0), status(1)], [Inspection([WAITING])], 20.0)
     assert (run.watch.report, run.watch.messages) == (report, [])
+
+
+def test_what_a_rank_called_is_kept_where_it_ends_before_its_node_is_inspected_again() -> None:
+    """A node without py-spy is inspected twice: the ranks of a run that fails end in between."""
+    first = Inspection([seen(rank, [], group(4, 3)) for rank in range(3)])
+    ended = RankEvidence(0, 100)
+    mute = seen(1, REDUCE, collectives=None)
+    second = completed(Inspection([ended, mute], pyspy=True), first)
+    assert [(one.rank, one.collectives, one.stack) for one in second.ranks] == [
+        (0, [group(4, 3)], []),
+        (1, [group(4, 3)], REDUCE),
+        (2, [group(4, 3)], []),
+    ]
+    assert second.pyspy

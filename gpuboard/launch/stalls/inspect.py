@@ -10,8 +10,10 @@ import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import msgspec
+
 from gpuboard.cluster.inventory.nodes import Node
-from gpuboard.launch.stalls.evidence import Inspection
+from gpuboard.launch.stalls.evidence import Inspection, RankEvidence
 from gpuboard.launch.supervisors import CallReply, Supervisors
 from gpuboard.model.replies import Done
 
@@ -44,13 +46,14 @@ class Inspections:
     def take(self, reply: CallReply) -> list[Inspection] | None:
         """Record a reply; return all inspections when it is the last one. Nodes that failed are left out.
 
-        A node that replies that it lacks py-spy gets it and is inspected again, once.
+        A node that replies that it lacks py-spy gets it and is inspected again, once; ranks may end in between.
         """
         if isinstance(reply.value, Inspection):
+            first = self._found.get(reply.node)
+            self._found[reply.node] = reply.value if first is None else completed(reply.value, first)
             if not reply.value.pyspy and self._send_pyspy(reply.node):
                 self._inspect(reply.node)
                 return None
-            self._found[reply.node] = reply.value
         self._missing.discard(reply.node)
         return None if self._missing else list(self._found.values())
 
@@ -65,6 +68,19 @@ class Inspections:
         self._sent.add(node)
         self._supervisors.call(node, "py-spy", args, _REPLY_S, Done)
         return True
+
+
+def completed(second: Inspection, first: Inspection) -> Inspection:
+    """Return the second inspection of a node with what only the first one has: the collectives of ranks."""
+    known = {one.rank: one for one in first.ranks}
+    ranks = known | {one.rank: _completed(one, known.get(one.rank)) for one in second.ranks}
+    return msgspec.structs.replace(second, ranks=[ranks[rank] for rank in sorted(ranks)])
+
+
+def _completed(one: RankEvidence, before: RankEvidence | None) -> RankEvidence:
+    if before is None or one.collectives is not None:
+        return one
+    return before if one.state in {None, "Z"} else msgspec.structs.replace(one, collectives=before.collectives)
 
 
 def pyspy_for(node: Node) -> dict[str, str] | None:
