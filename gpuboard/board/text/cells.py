@@ -51,7 +51,7 @@ def inert(text: str) -> str:
 
 def width(text: str) -> int:
     """Return the width of ``inert(text)`` in terminal cells."""
-    return cells_of(inert(text))
+    return len(text) if _plain(text) else cells_of(inert(text))
 
 
 def fit(text: str, size: int) -> str:

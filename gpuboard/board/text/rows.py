@@ -112,19 +112,14 @@ class Line(NamedTuple):
     def line(self, number: int) -> Line:
         """Return one of the lines of a tall row, without the others; 0 is the first."""
         if not number:
-            return self._replace(below=())
+            return Line(self.cells, self.group, self.dim, self.cursor, self.marked)
         cell = self.below[number - 1] if number <= len(self.below) else Cell("")
-        return self._replace(cells=(cell._replace(rest=True),), group=False, marked=False, below=())
-
-
-def part_of(line: Line, number: int, tall: int) -> Line:
-    """Return one of the lines of a row of ``tall`` lines; a heading stands in the last one, above its rows."""
-    return line.line((number + line.group) % tall)
+        return Line((Cell(cell.text, cell.style, rest=True),), group=False, dim=self.dim, cursor=self.cursor)
 
 
 def lines_of(line: Line, tall: int) -> list[Line]:
-    """Return all lines of a row of ``tall`` lines."""
-    return [part_of(line, number, tall) for number in range(tall)]
+    """Return the lines of a row of ``tall`` lines; a heading stands in the last one, above its rows."""
+    return [line] if tall == 1 else [line.line((number + line.group) % tall) for number in range(tall)]
 
 
 def line_of(row: Row, *, cursor: bool = False, marked: bool = False) -> Line:

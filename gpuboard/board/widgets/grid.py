@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 from rich.style import Style
 from textual import events
@@ -28,7 +28,6 @@ from gpuboard.board.text.rows import (
     keys_of,
     line_of,
     lines_of,
-    part_of,
     row_runs,
     runs_of,
     share,
@@ -46,6 +45,14 @@ K = TypeVar("K")
 RIGHT = 3  # right mouse button; some terminals do not pass on ctrl-click
 HEADER = 1  # lines above the rows
 _COPIED_MOST = 74_994  # bytes: 100,000 in base64, which is the limit of many terminals; a part would be lost silently
+
+
+class _Drawn(NamedTuple):
+    """A row as it was last drawn."""
+
+    line: Line
+    parts: list[Line]  # one for each line on the screen
+    strips: dict[int, Strip]  # by number of a part
 
 
 class Grid(Dragging, can_focus=True):
@@ -131,7 +138,7 @@ class Grid(Dragging, can_focus=True):
         self._sort: tuple[str, bool] | None = None
         self._space = 0  # the width shared by the columns
         self._widths: dict[int, int] = {}  # by index of a column; columns that do not fit are missing
-        self._lines: dict[int, tuple[Line, dict[int, Strip]]] = {}  # by index of a row: its lines as drawn, by number
+        self._lines: dict[int, _Drawn] = {}  # by index of a row
         self._base = Style()  # of the widget as it is drawn
         self._drawn_with: Look | None = None
 
@@ -323,16 +330,13 @@ class Grid(Dragging, can_focus=True):
                 continue
             line = self._line(index)
             drawn = self._lines.get(index)
-            if drawn is not None and drawn[0] == line:
-                lines[index] = drawn
-            else:
-                same: list[int] = []
-                if drawn is not None and tall > 1:
-                    pairs = zip(lines_of(drawn[0], tall), lines_of(line, tall), strict=True)
-                    same = [number for number, (before, after) in enumerate(pairs) if before == after]
-                lines[index] = (line, {n: drawn[1][n] for n in same if n in drawn[1]} if drawn else {})
+            if drawn is None or drawn.line != line:
+                parts = lines_of(line, tall)
+                strips = {} if drawn is None else {n: s for n, s in drawn.strips.items() if drawn.parts[n] == parts[n]}
+                drawn = _Drawn(line, parts, strips)
                 y = index * tall - top + HEADER
-                changed += (Region(0, y + number, width, 1) for number in range(tall) if number not in same)
+                changed += (Region(0, y + number, width, 1) for number in range(tall) if number not in strips)
+            lines[index] = drawn
         if only is None:
             if len(self._lines) > last - first or not self._rows:  # fewer rows: clear the lines below them
                 below = last * tall - top
@@ -364,11 +368,12 @@ class Grid(Dragging, can_focus=True):
         if index >= len(self._rows):
             return self._empty_strip(y - HEADER, base, width)
         if index not in self._lines:
-            self._lines[index] = (self._line(index), {})
-        line, drawn = self._lines[index]
-        if number not in drawn:
-            drawn[number] = self._row_strip(part_of(line, number, self._tall), base, width, marked=line.marked)
-        return drawn[number]
+            line = self._line(index)
+            self._lines[index] = _Drawn(line, lines_of(line, self._tall), {})
+        drawn = self._lines[index]
+        if number not in drawn.strips:
+            drawn.strips[number] = self._row_strip(drawn.parts[number], base, width, marked=drawn.line.marked)
+        return drawn.strips[number]
 
     def _empty_strip(self, y: int, base: Style, width: int) -> Strip:
         if self._rows or not self.empty or y < 1:

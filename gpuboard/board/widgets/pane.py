@@ -42,9 +42,9 @@ class Pane(Widget):
         if len(old) != len(self._lines):
             self.refresh(layout=True)
             return
-        pairs = enumerate(zip(old, self._lines, strict=True))
-        if changed := [Region(0, y, self.size.width, 1) for y, (before, after) in pairs if before != after]:
-            self.refresh(*changed)
+        if changed := [y for y, (before, after) in enumerate(zip(old, self._lines, strict=True)) if before != after]:
+            width = self.size.width
+            self.refresh(*(Region(0, y, width, 1) for y in changed))
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """Return how many lines there are at ``width``."""
