@@ -36,7 +36,7 @@ SIZE = (200, 60)
 SETTLE_S = 6.0
 WINDOW_S = 10.0
 GOAL_START_S = 0.6
-GOAL_START_RATIO = 1.5
+GOAL_START_RATIO = 1.2
 LIMIT_S = 15.0
 # Text that each writes once it has read the GPUs: how many are busy, a power limit, a name
 DATA = {"gpuboard": b"8 busy", "nvitop": b"700W", "gpustat": b"H100"}

@@ -131,7 +131,7 @@ def report(kind: str, found: dict[str, Any]) -> None:
         print(
             f"{kind}: key to frame: median {median:.0f} ms, p99 {p99:.0f}, most {keys[-1]:.0f} of {len(keys)}; ", end=""
         )
-        print(f"goal at most {GOAL_KEY_MS:.0f}: {_verdict(median <= GOAL_KEY_MS)}")
+        print(f"goal at most {GOAL_KEY_MS:.0f} at p99: {_verdict(p99 <= GOAL_KEY_MS)}")
     sizes = found["mib"]
     growth = 100 * (sizes[-1] / sizes[0] - 1)
     print(f"{kind}: memory {sizes[0]:.0f} MiB after {found['first_s']:.0f} s, {sizes[-1]:.0f} after ", end="")

@@ -43,7 +43,7 @@ BENCHES = {
     ),
     "board": (
         "The board on 1,000 nodes of 8 GPUs at 1 Hz, decoding included: CPU of its process, the time from a key to its "
-        "frame, memory. Headless, and in tmux at 200x60. Goals: at most 15 % of a core; a median of at most 50 ms."
+        "frame, memory. Headless, and in tmux at 200x60. Goals: at most 15 % of a core; p99 at most 50 ms."
     ),
     "recording": (
         "`gpuboard record` of 64 nodes: the size of a day's file, CPU of writing a frame; memory of the board while it "
@@ -52,7 +52,7 @@ BENCHES = {
     "beside": (
         "`gpuboard` beside `nvitop` and `gpustat -i 1`, at the same time on the same NVML library of 8 GPUs: CPU, "
         "memory, and the time from the start to the first data on the screen. Goals: no more CPU than nvitop; at most "
-        "0.6 s and 1.5 times nvitop's. gpuboard's first data is a frame drawn before textual is imported; `whole` is "
+        "0.6 s and 1.2 times nvitop's. gpuboard's first data is a frame drawn before textual is imported; `whole` is "
         "when keys are answered."
     ),
     "cold": (
