@@ -30,6 +30,7 @@ _LOADER = (
     'g={"__name__":"gpuboard.agent.bundle_loader"};'
     'exec(compile(p[0],"<bundle>/gpuboard/agent/bundle_loader.py","exec"),g);g["run"](p[1:])'
 )
+_NOT_FOR_NODE = ("gpuboard.agent.launch", "gpuboard.agent.runs")  # half of the agent; a node's role is started most
 _BARE_WORD = re.compile(r"[A-Za-z0-9_@%+=:,./~-]+")
 
 
@@ -43,8 +44,8 @@ def command_line(python: str) -> str:
 def bundle(role: str) -> bytes:
     """Return what the loader reads: GUARD, 8 digits, then that many bytes of zlib.
 
-    Content, separated by NUL: the source of gpuboard.agent.bundle_loader, then pairs of module name and source. pynvml
-    is included for role ``node`` only.
+    Content, separated by NUL: the source of gpuboard.agent.bundle_loader, then pairs of module name and source, as
+    ``sources`` returns them.
     """
     parts = [_agent_sources()["gpuboard.agent.bundle_loader"]]
     for name, text in sources(role).items():
@@ -56,9 +57,10 @@ def bundle(role: str) -> bytes:
 
 
 def sources(role: str) -> dict[str, str]:
-    """Return the modules to send for ``role``: full name -> source text."""
+    """Return the modules to send for ``role``: name -> source text. ``node`` needs pynvml and nothing of a launch."""
     found = {"gpuboard": "", **_agent_sources()}  # an empty package: the real one imports more than an agent needs
     if role == "node":
+        found = {name: text for name, text in found.items() if not name.startswith(_NOT_FOR_NODE)}
         found["pynvml"] = pynvml_source(found.values())
     return found
 

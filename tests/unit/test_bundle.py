@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import subprocess
@@ -117,10 +118,21 @@ def test_a_missing_python_is_recognised_in_every_shell(shell: str) -> None:
     assert error.remedy == "install python3 (3.6 or later) or set `python` in the config"
 
 
-def test_pynvml_is_sent_for_role_node_only() -> None:
-    assert "pynvml" in bundle.sources("node")
-    assert "pynvml" not in bundle.sources("launch")
-    assert bundle.sources("launch").keys() == bundle.sources("node").keys() - {"pynvml"}
+def test_role_node_gets_pynvml_and_every_module_that_it_may_import() -> None:
+    sent, whole = bundle.sources("node"), bundle.sources("launch")
+    assert "pynvml" in sent
+    assert "pynvml" not in whole
+    assert len(sent) < len(whole) / 1.5
+    named = {
+        f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in whole else node.module
+        for name, text in sent.items()
+        if name != "gpuboard.agent.main"  # it imports the module of the role alone
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and node.module in whole
+        for alias in node.names
+    }
+    assert named
+    assert named <= sent.keys()
     assert bundle.bundle("node") is bundle.bundle("node")
 
 
