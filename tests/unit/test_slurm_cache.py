@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from gpuboard import files
 from gpuboard.config import Settings
 from gpuboard.model.schedule import Schedule, SchedulerNode
 from gpuboard.scheduler.find import find
@@ -287,6 +288,44 @@ def test_a_change_during_a_query_is_queried_again(bench: tuple[dict[str, str], P
     assert (folder / "log").read_text().split() == ["job", "node"] * 3
     client(env).look(60.0)
     assert (folder / "log").read_text().split() == ["job", "node"] * 3, "and then no more"
+
+
+def test_a_change_while_an_answer_is_stored_is_queried_again(
+    bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that changes a job between the end of a query and the storing of its answer is not forgotten."""
+    env, folder = bench
+    asking = client(env)
+    store = asking._cache.store
+
+    def stored_after_a_change(record: CachedAnswer) -> None:
+        slurm.outdate(env)
+        store(record)
+
+    asking.look(60.0)
+    slurm.outdate(env)
+    monkeypatch.setattr(asking._cache, "store", stored_after_a_change)
+    asking.look(60.0)
+    client(env).look(60.0)
+    assert (folder / "log").read_text().split() == ["job", "node"] * 3
+
+
+def test_marking_an_answer_as_outdated_never_brings_back_an_older_one(
+    bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env, _ = bench
+    asking = client(env)
+    asking.look(60.0)
+    write = files.write_private
+
+    def written_after_an_answer(path: files.Path, data: bytes) -> None:
+        monkeypatch.undo()
+        asking._ask(60.0)
+        write(path, data)
+
+    monkeypatch.setattr(files, "write_private", written_after_an_answer)
+    slurm.outdate(env)
+    assert asking._cache.load() == asking._known
 
 
 def test_an_unreadable_answer_is_an_error_and_the_earlier_one_stays(

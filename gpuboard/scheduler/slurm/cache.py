@@ -7,11 +7,14 @@ setting the date does not change; the boot id identifies another boot or another
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -22,7 +25,7 @@ from gpuboard.model.schedule import Schedule
 from gpuboard.paths import cache_dir, make_private
 
 _BYTES_MAX = 2**28
-_FORMAT = 4  # increase with every change of CachedAnswer or of the values in it
+_FORMAT = 5  # increase with every change of CachedAnswer or of the values in it
 _KEPT_S = 86400.0  # seconds that files of other configurations are kept
 
 
@@ -38,7 +41,6 @@ class CachedAnswer(msgspec.Struct, frozen=True, gc=False):
     failures: int = 0  # in a row
     took_s: float = 0.0  # the newest query's time in Slurm's commands
     credit_s: float = 0.0  # token bucket: time that Slurm's commands may take now; below 0: overdrawn
-    outdated: float = 0.0  # when a command of this user last changed what Slurm holds
 
 
 def now() -> float:
@@ -56,15 +58,15 @@ class Cache:
         self._folder = cache_dir(env)
         self._name = f"slurm-{os.uname().nodename}-"
         self._path = self._folder / f"{self._name}{_FORMAT}-{key}"
+        # A file of its own: no answer that is stored at the same moment can undo it.
+        self._mark = self._folder / f"{self._path.name}-outdated"
         self._read: tuple[tuple[int, int, int], CachedAnswer] | None = None
 
     def load(self) -> CachedAnswer | None:
         """Return what was stored last, the same object while the file is unchanged; None where there is nothing."""
         try:
-            with open(self._path, "rb", opener=_open) as file:
+            with _opened(self._path) as file:
                 status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-                    return None
                 mark = (status.st_ino, status.st_mtime_ns, status.st_size)
                 if self._read is not None and self._read[0] == mark:
                     return self._read[1]
@@ -78,12 +80,21 @@ class Cache:
 
     def store(self, record: CachedAnswer) -> None:
         """Replace the file."""
+        self._write(self._path, record)
+
+    def outdate(self) -> None:
+        """Record that a command of this user changed what Slurm holds just now."""
+        self._write(self._mark, (self.boot, now()))
+
+    @property
+    def outdated(self) -> float:
+        """When a command of this user last changed what Slurm holds; 0.0 if none did since this host was started."""
         try:
-            make_private(self._folder)
-            files.write_private(self._path, msgspec.msgpack.encode(record))
-            self._sweep()
-        except OSError:
-            return  # full or read-only home: every process queries for itself
+            with _opened(self._mark) as file:
+                boot, at = from_msgpack(file.read(_BYTES_MAX), tuple[str, float])
+        except (OSError, ValueError, msgspec.MsgspecError):
+            return 0.0
+        return at if self.boot and boot == self.boot and at <= now() else 0.0
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
@@ -107,15 +118,28 @@ class Cache:
         finally:
             os.close(fd)
 
+    def _write(self, path: Path, value: object) -> None:
+        try:
+            make_private(self._folder)
+            files.write_private(path, msgspec.msgpack.encode(value))
+            self._sweep()
+        except OSError:
+            return  # full or read-only home: every process queries for itself
+
     def _sweep(self) -> None:
         """Remove files of older configurations and of killed writers."""
         for path in self._folder.glob(f"*{self._name}*"):
-            if path != self._path and path.name != f"{self._name}lock":
+            if path not in (self._path, self._mark, self._path.with_name(f"{self._name}lock")):
                 with contextlib.suppress(OSError):
                     if time.time() - path.stat().st_mtime > _KEPT_S:
                         path.unlink()
 
 
-def _open(path: str, flags: int) -> int:
-    """Open a file that may have been replaced by anything: follow no link, do not block on a FIFO."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that may have been replaced by anything. Raises OSError if another user could have written it."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "not a private file of this user", str(path))
+        yield file

@@ -40,10 +40,7 @@ _WAITING = "another of your gpuboard processes is waiting for its answer"
 
 def outdate(env: Mapping[str, str]) -> None:
     """Mark the shared answer as outdated after a command changed a job: the next query is due as soon as allowed."""
-    cache = Cache(env, key(here(env), env))
-    stored = cache.load()
-    if stored is not None and stored.schedule is not None and not stored.failures:
-        cache.store(replace(stored, outdated=now()))
+    Cache(env, key(here(env), env)).outdate()
 
 
 class Slurm:
@@ -115,7 +112,7 @@ class Slurm:
         """Take a newer answer from the file; return how long the next query is overdue."""
         stored = self._cache.load()
         known = self._known
-        if stored is not None and (stored.asked, stored.outdated) > (known.asked, known.outdated):
+        if stored is not None and stored.asked > known.asked:
             if stored.schedule is None:
                 stored = replace(stored, schedule=self._known.schedule, answered=self._known.answered)
             self._known = stored
@@ -126,7 +123,7 @@ class Slurm:
         known = self._known
         if known.asked == 0:
             return -1.0
-        if known.outdated > known.asked:
+        if self._cache.outdated > known.asked and known.schedule is not None and not known.failures:
             return known.asked + known.took_s + _rest_s(known, self._timing) - now()
         return known.asked + known.took_s + pause_s(known, self._interval_s, self._jitter, self._timing) - now()
 
@@ -137,9 +134,6 @@ class Slurm:
         answer = self._cycle.ask(timeout_s, probe=known.failures > 0 and known.contact, before=known.schedule)
         if self._ended.is_set():
             return  # close() killed the command
-        stored = self._cache.load()
-        if stored is not None and stored.outdated > known.outdated:  # during the query: the answer may be older
-            known = replace(known, outdated=stored.outdated)
         self._known = after(known, answer, asked, self._cycle.took_s, self._timing)
         self._cache.store(self._known)
 
