@@ -5,6 +5,7 @@ supported clocks twice. Both are cut out before parsing. A forged name then leav
 such a listing is rejected as a whole.
 """
 
+import io
 import re
 
 from gpuboard.agent.smi import parse as smi
@@ -12,7 +13,8 @@ from gpuboard.agent.smi import values as value
 
 MYPY = False
 if MYPY:
-    from typing import Any, Dict, Iterator, List, Optional, Tuple
+    from typing import Any, Dict, List, Optional, Tuple
+    from xml.etree.ElementTree import Element
 
 _DEPTH, _ELEMENTS = 32, 100000  # 16 GPUs have 6,000
 _START, _END = "<nvidia_smi_log", "</nvidia_smi_log>"
@@ -23,44 +25,6 @@ _CUT = (
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 _GPU = re.compile(r"<gpu[\s/>]")
 _PROCESSES = ("processes", "compute_processes")  # the second: drivers before 340, without graphics
-
-
-class _Element:
-    def __init__(self, tag: str, attributes: "Dict[str, str]") -> None:
-        self.tag = tag
-        self.attributes = attributes
-        self.words: "List[str]" = []  # its text, in pieces
-        self.children: "List[_Element]" = []
-
-    def all(self, tag: str) -> "List[_Element]":
-        return [child for child in self.children if child.tag == tag]
-
-    def find(self, path: str) -> "Optional[_Element]":
-        """Return the element at ``a/b/c``, None if absent. Raises Bad if there are several."""
-        here = self
-        for tag in path.split("/"):
-            found = here.all(tag)
-            if len(found) > 1:
-                raise smi.Bad("its XML has more than one <%s> where one is expected" % tag)
-            if not found:
-                return None
-            here = found[0]
-        return here
-
-    def texts(self) -> "Iterator[str]":
-        """Yield the text of this element and of all below."""
-        yield " ".join("".join(self.words).split())
-        for child in self.children:
-            for words in child.texts():
-                yield words
-
-    def text(self, *paths: str) -> str:
-        """Return the text at the first of ``paths`` that exists, else ""."""
-        for path in paths:
-            element = self.find(path)
-            if element is not None:
-                return " ".join("".join(element.words).split())
-        return ""
 
 
 def read_xml(data: bytes, messages: bytes = b"") -> smi.Listing:
@@ -83,8 +47,8 @@ def read_xml(data: bytes, messages: bytes = b"") -> smi.Listing:
     if "&" in text or "<!" in text or "<?" in text:
         raise smi.Bad("its XML has entities or declarations, which nvidia-smi never writes")
     root = _parse(text)
-    listed = root.all("gpu")
-    attached = value.whole(root.text("attached_gpus"))
+    listed = root.findall("gpu")
+    attached = value.whole(_text(root, "attached_gpus"))
     if len(_GPU.findall(raw)) > (len(listed) if attached is None else attached) or len(listed) > smi.GPUS_LIMIT:
         raise smi.Bad("its XML has more GPUs than are attached")
     gpus = [_gpu(element) for element in listed]
@@ -92,77 +56,90 @@ def read_xml(data: bytes, messages: bytes = b"") -> smi.Listing:
         raise smi.Bad("its XML has a GPU's UUID twice")
     gpus = smi.with_failed([_gpu(element) for element in listed], around)
     return smi.Listing(
-        gpus, min(attached or 0, smi.GPUS_LIMIT), _text(root, "driver_version"), _text(root, "cuda_version")
+        gpus, min(attached or 0, smi.GPUS_LIMIT), _version(root, "driver_version"), _version(root, "cuda_version")
     )
 
 
-def _text(root: _Element, tag: str) -> "Optional[str]":
-    text = root.text(tag)
+def _parse(text: str) -> "Element":
+    """Return the root element. Raises Bad for malformed XML; read_xml has rejected entities."""
+    from xml.etree import ElementTree  # late: only where nvidia-smi is used
+
+    root: "Element"
+    depth = count = 0
+    try:
+        parsed = ElementTree.iterparse(io.BytesIO(text.encode("utf-8", "replace")), ("start", "end"))
+        for event, root in parsed:  # noqa: B007  the last element to end is the root
+            count += event == "start"
+            depth += 1 if event == "start" else -1
+            if depth > _DEPTH or count > _ELEMENTS:
+                raise smi.Bad("its XML is nested too deeply or has too many elements")
+    except ImportError as error:  # some builds of Python lack expat
+        raise smi.Bad("this Python cannot parse XML: %s" % error)
+    except ElementTree.ParseError as error:
+        raise smi.Bad("its XML is malformed: %s" % error)
+    return root
+
+
+def _find(element: "Element", *paths: str) -> "Optional[Element]":
+    """Return the element at the first of ``paths`` (``a/b/c``) that exists. Raises Bad if there are several."""
+    for path in paths:
+        found = [element]
+        for tag in path.split("/"):
+            found = found[0].findall(tag)
+            if len(found) > 1:
+                raise smi.Bad("its XML has more than one <%s> where one is expected" % tag)
+            if not found:
+                break
+        else:
+            return found[0]
+    return None
+
+
+def _text(element: "Element", *paths: str) -> str:
+    found = _find(element, *paths)
+    return "" if found is None else _own_text(found)
+
+
+def _own_text(element: "Element") -> str:
+    return " ".join("".join([element.text or ""] + [child.tail or "" for child in element]).split())
+
+
+def _version(root: "Element", tag: str) -> "Optional[str]":
+    text = _text(root, tag)
     return None if value.withheld(text) else text[:32]
 
 
-def _parse(text: str) -> _Element:
-    """Return the root element. Raises Bad for malformed XML; read_xml has rejected entities."""
-    try:
-        from xml.parsers import expat  # late: only where nvidia-smi is used; some builds of Python lack it
-    except ImportError as error:
-        raise smi.Bad("this Python cannot parse XML: %s" % error)
-    top = _Element("", {})
-    stack = [top]
-    left = [_ELEMENTS]
-
-    def begin(tag: str, attributes: "Dict[str, str]") -> None:
-        left[0] -= 1
-        if len(stack) > _DEPTH or left[0] < 0:
-            raise smi.Bad("its XML is nested too deeply or has too many elements")
-        element = _Element(tag, attributes)
-        stack[-1].children.append(element)
-        stack.append(element)
-
-    def characters(words: str) -> None:
-        stack[-1].words.append(words)
-
-    parser = expat.ParserCreate("utf-8")
-    parser.buffer_text = True
-    parser.StartElementHandler = begin
-    parser.EndElementHandler = lambda tag: stack.pop()
-    parser.CharacterDataHandler = characters
-    try:
-        parser.Parse(text.encode("utf-8", "replace"), True)
-    except expat.ExpatError as error:
-        raise smi.Bad("its XML is malformed: %s" % error)
-    return top.children[0]
-
-
-def _gpu(gpu: _Element) -> smi.Gpu:
-    power = gpu.find("gpu_power_readings") or gpu.find("power_readings") or _Element("", {})
+def _gpu(gpu: "Element") -> smi.Gpu:
+    power = _find(gpu, "gpu_power_readings", "power_readings")
+    if power is None:
+        power = gpu
     text = {
-        "uuid": gpu.text("uuid"),
-        "memory_used": gpu.text("fb_memory_usage/used"),
-        "compute_mode": gpu.text("compute_mode"),
-        "utilization": gpu.text("utilization/gpu_util"),
-        "temperature": gpu.text("temperature/gpu_temp"),
-        "power": power.text("power_draw", "average_power_draw", "instant_power_draw"),
-        "power_limit": power.text("enforced_power_limit", "current_power_limit", "power_limit"),
-        "pcie_generation": gpu.text("pci/pci_gpu_link_info/pcie_gen/current_link_gen"),
-        "pcie_width": gpu.text("pci/pci_gpu_link_info/link_widths/current_link_width"),
-        "name": gpu.text("product_name"),
+        "uuid": _text(gpu, "uuid"),
+        "memory_used": _text(gpu, "fb_memory_usage/used"),
+        "compute_mode": _text(gpu, "compute_mode"),
+        "utilization": _text(gpu, "utilization/gpu_util"),
+        "temperature": _text(gpu, "temperature/gpu_temp"),
+        "power": _text(power, "power_draw", "average_power_draw", "instant_power_draw"),
+        "power_limit": _text(power, "enforced_power_limit", "current_power_limit", "power_limit"),
+        "pcie_generation": _text(gpu, "pci/pci_gpu_link_info/pcie_gen/current_link_gen"),
+        "pcie_width": _text(gpu, "pci/pci_gpu_link_info/link_widths/current_link_width"),
+        "name": _text(gpu, "product_name"),
     }
     facts: "Dict[str, Any]" = {
         "uuid": value.uuid(text["uuid"]),
         "name": text["name"][:96],
-        "pci_bus_id": value.pci_address(gpu.text("pci/pci_bus_id")) or value.pci_address(gpu.attributes.get("id")),
-        "memory_total": value.size(gpu.text("fb_memory_usage/total")),
-        "memory_reserved": value.size(gpu.text("fb_memory_usage/reserved")),
-        "pcie_generation_max": value.whole(gpu.text("pci/pci_gpu_link_info/pcie_gen/max_link_gen")),
-        "pcie_width_max": value.whole(gpu.text("pci/pci_gpu_link_info/link_widths/max_link_width")),
-        "minor": value.whole(gpu.text("minor_number")),
-        "mig": [] if value.unless_no(gpu.text("mig_mode/current_mig")) else None,
+        "pci_bus_id": value.pci_address(_text(gpu, "pci/pci_bus_id")) or value.pci_address(gpu.get("id")),
+        "memory_total": value.size(_text(gpu, "fb_memory_usage/total")),
+        "memory_reserved": value.size(_text(gpu, "fb_memory_usage/reserved")),
+        "pcie_generation_max": value.whole(_text(gpu, "pci/pci_gpu_link_info/pcie_gen/max_link_gen")),
+        "pcie_width_max": value.whole(_text(gpu, "pci/pci_gpu_link_info/link_widths/max_link_width")),
+        "minor": value.whole(_text(gpu, "minor_number")),
+        "mig": [] if value.unless_no(_text(gpu, "mig_mode/current_mig")) else None,
     }
     processes, hidden = _processes(gpu)
-    pending = value.yes(gpu.text("remapped_rows/remapped_row_pending"))
+    pending = value.yes(_text(gpu, "remapped_rows/remapped_row_pending"))
     if pending is None:
-        pending = value.yes(gpu.text("retired_pages/pending_retirement", "retired_pages/pending_blacklist"))
+        pending = value.yes(_text(gpu, "retired_pages/pending_retirement", "retired_pages/pending_blacklist"))
     values = {
         "memory_used": value.size(text["memory_used"]),
         "compute_mode": value.compute_mode(text["compute_mode"]),
@@ -176,10 +153,10 @@ def _gpu(gpu: _Element) -> smi.Gpu:
         "pcie_width": value.whole(text["pcie_width"]),
         "ecc_uncorrected": _uncorrected(gpu),
         "remap_pending": pending,
-        "remap_failed": value.unless_no(gpu.text("remapped_rows/remapped_row_failure")),
+        "remap_failed": value.unless_no(_text(gpu, "remapped_rows/remapped_row_failure")),
         "recovery_action": _recovery(gpu),
     }
-    performance = gpu.text("performance_state")
+    performance = _text(gpu, "performance_state")
     needed = {
         "memory used": (values["memory_used"], text["memory_used"]),
         "compute mode": (values["compute_mode"], text["compute_mode"]),
@@ -188,56 +165,55 @@ def _gpu(gpu: _Element) -> smi.Gpu:
         "temperature": (values["temperature"], text["temperature"]),
         "performance state": (value.performance(performance), performance),
     }
-    return smi.make_gpu(facts, values, text["uuid"], needed, list(gpu.texts()))
+    return smi.make_gpu(facts, values, text["uuid"], needed, [_own_text(element) for element in gpu.iter()])
 
 
-def _processes(gpu: _Element) -> "Tuple[Optional[value.Processes], str]":
+def _processes(gpu: "Element") -> "Tuple[Optional[value.Processes], str]":
     """Return (processes, the text in place of a missing list)."""
-    found = [element for element in (gpu.find(tag) for tag in _PROCESSES) if element is not None]
+    found = [element for element in (_find(gpu, tag) for tag in _PROCESSES) if element is not None]
     if len(found) != 1:
         return None, ""
-    text = " ".join("".join(found[0].words).split())
+    text = _own_text(found[0])
     if text:
         return None, text
-    if [child for child in found[0].children if child.tag != "process_info"]:
+    if [child for child in found[0] if child.tag != "process_info"]:
         return None, ""
-    entries = [(one.text("pid"), one.text("type") or "C", one.text("used_memory")) for one in found[0].children]
+    entries = [(_text(one, "pid"), _text(one, "type") or "C", _text(one, "used_memory")) for one in found[0]]
     listed = value.processes(entries)
-    if listed == [] and found[0].tag != _PROCESSES[0] and value.size(gpu.text("fb_memory_usage/used")) != 0:
+    if listed == [] and found[0].tag != _PROCESSES[0] and value.size(_text(gpu, "fb_memory_usage/used")) != 0:
         return None, ""  # a graphics process may use that memory
     return listed, ""
 
 
-def _throttle(gpu: _Element) -> "List[str]":
+def _throttle(gpu: "Element") -> "List[str]":
     found = []
     for word in ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal", "sw_power_cap"):
         tail = word + "_slowdown" if word in ("hw_thermal", "hw_power_brake", "sw_thermal") else word
-        active = gpu.text(
-            "clocks_event_reasons/clocks_event_reason_" + tail, "clocks_throttle_reasons/clocks_throttle_reason_" + tail
-        )
+        names = ("clocks_event_reasons/clocks_event_reason_", "clocks_throttle_reasons/clocks_throttle_reason_")
+        active = _text(gpu, *(name + tail for name in names))
         if value.yes(active):
             found.append(word)
     return found
 
 
-def _uncorrected(gpu: _Element) -> "Optional[int]":
+def _uncorrected(gpu: "Element") -> "Optional[int]":
     """Return the volatile uncorrected errors: the total (before Ampere), else the sum of all counters."""
-    counted = gpu.find("ecc_errors/volatile")
+    counted = _find(gpu, "ecc_errors/volatile")
     if counted is None:
         return None
-    total = value.whole(counted.text("double_bit/total"))
+    total = value.whole(_text(counted, "double_bit/total"))
     if total is not None:
         return total
-    parts = [value.whole(counted.text(part.tag)) for part in counted.children if "uncorrectable" in part.tag]
+    parts = [value.whole(_text(counted, part.tag)) for part in counted if "uncorrectable" in part.tag]
     known = [part for part in parts if part is not None]
     return sum(known) if known else None
 
 
-def _recovery(gpu: _Element) -> "Optional[str]":
-    reported = value.recovery(gpu.text("gpu_recovery_action"))
+def _recovery(gpu: "Element") -> "Optional[str]":
+    reported = value.recovery(_text(gpu, "gpu_recovery_action"))
     if reported is not None:
         return reported
     for tag, action in (("drain_and_reset_recommended", "drain and reset"), ("reset_required", "reset")):
-        if value.unless_no(gpu.text("gpu_reset_status/" + tag)):
+        if value.unless_no(_text(gpu, "gpu_reset_status/" + tag)):
             return value.recovery(action)
     return None
