@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable
 
 # Control (Cc), format (Cf: bidi marks, zero-width), surrogate (Cs), private use (Co), line and paragraph separators.
 _DROPPED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -48,31 +49,21 @@ def quoted(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:79] + "…")
 
 
-def like(text: str, pattern: str) -> bool:
-    """Return whether ``text`` matches a pattern of ssh with ``*`` and ``?``, in time proportional to both lengths.
+def like(text: str, patterns: Iterable[str]) -> bool:
+    """Return whether ``text`` matches patterns of ssh (ssh_config(5), PATTERNS): one, and none that begins with ``!``.
 
-    A regular expression backtracks exponentially over several asterisks. A pattern of more than 1,024 characters
-    matches nothing.
+    A pattern with wildcards of more than 1,024 characters matches nothing.
     """
+    fitting = [pattern for pattern in patterns if _fits(text, pattern.removeprefix("!"))]
+    return bool(fitting) and not any(pattern.startswith("!") for pattern in fitting)
+
+
+def _fits(text: str, pattern: str) -> bool:
     if "*" not in pattern and "?" not in pattern:
         return pattern == text
-    if len(pattern) > 1024:
-        return False
-    at = position = 0
-    asterisk, begun = -1, 0  # the last one in the pattern, and where in the text the rest is tried
-    while at < len(text):
-        sign = pattern[position : position + 1]
-        if sign == "*":
-            asterisk, begun = position, at
-            position += 1
-        elif sign and sign in ("?", text[at]):
-            at, position = at + 1, position + 1
-        elif asterisk >= 0:
-            begun += 1
-            at, position = begun, asterisk + 1
-        else:
-            return False
-    return not pattern[position:].strip("*")
+    from fnmatch import fnmatchcase  # late: `allocate` starts quickly
+
+    return len(pattern) <= 1024 and fnmatchcase(text, pattern.replace("[", "[[]"))
 
 
 def split_outside(text: str, signs: str) -> list[str]:

@@ -186,7 +186,7 @@ def test_a_hostfile_and_an_ssh_config(tmp_path_factory: pytest.TempPathFactory, 
 @given(st.text("ab", max_size=12), st.text("ab*?", max_size=8))
 def test_a_pattern_fits_as_a_regular_expression_would(text: str, pattern: str) -> None:
     regex = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
-    assert like(text, pattern) == bool(re.fullmatch(regex, text))
+    assert like(text, [pattern]) == bool(re.fullmatch(regex, text))
 
 
 @given(TEXT)

@@ -182,13 +182,10 @@ class _SshConfig:
                         yield from self._hosts(file, around, depth + 1)
 
     def _matches(self, name: str, patterns: Sequence[str]) -> bool:
-        """Return whether ``patterns`` match ``name``: one does, and none with ``!`` does (ssh_config(5), PATTERNS)."""
         self._compared += len(patterns)
         if self._compared > _COMPARED_MAX:
             raise UsageError(f"{shown(self._path)}: its names and patterns need more than {_COMPARED_MAX} comparisons")
-        return any(like(name, p) for p in patterns if not p.startswith("!")) and not any(
-            like(name, p[1:]) for p in patterns if p.startswith("!")
-        )
+        return like(name, patterns)
 
 
 def _read(path: str) -> list[str]:

@@ -72,10 +72,7 @@ def _read(file: str) -> Iterator[_Line]:
 def _fits(names: str, target: str) -> bool:
     if names.startswith("|1|"):
         return _hashed(names, target)
-    patterns = names.lower().split(",")
-    if any(like(target, pattern[1:]) for pattern in patterns if pattern.startswith("!")):
-        return False
-    return any(like(target, pattern) for pattern in patterns if not pattern.startswith("!"))
+    return like(target, names.lower().split(","))
 
 
 def _hashed(names: str, target: str) -> bool:
