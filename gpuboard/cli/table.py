@@ -1,16 +1,22 @@
-"""Text tables that fit a terminal: aligned by display width, columns elided and dropped in a given order.
+"""Tables: as text that fits a terminal (aligned, columns elided and dropped in a given order), and as CSV.
 
 Callers pass all text from outside through :func:`gpuboard.model.text.clean` first.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from gpuboard.model.text import clean
+
 GAP = "  "
+_FORMULAS = ("=", "+", "-", "@")  # a cell that begins so is a formula in a spreadsheet
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -156,3 +162,23 @@ def _line(cells: Sequence[Cell], columns: Sequence[Column], widths: Sequence[int
         if width
     ]
     return GAP.join(parts).rstrip()
+
+
+def write_csv(header: Sequence[str], rows: Iterable[Sequence[str | int | float | None]]) -> None:
+    """Write a table on stdout as in RFC 4180, in UTF-8. Unknown values (None) are empty fields.
+
+    Text has no control characters, so that a record is a line. Text that begins like a formula gets an apostrophe.
+    """
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(header)
+    writer.writerows([_field(value) for value in row] for row in rows)
+    sys.stdout.buffer.write(text.getvalue().encode("utf-8", "replace"))
+    sys.stdout.buffer.flush()
+
+
+def _field(value: str | int | float | None) -> str | int | float:
+    if not isinstance(value, str):
+        return "" if value is None else value
+    words = clean(value, 4096)
+    return f"'{words}" if words.lstrip().startswith(_FORMULAS) else words

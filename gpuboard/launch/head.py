@@ -30,7 +30,7 @@ from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.output import Logs, Relay, Screen
 from gpuboard.launch.plan import LaunchPlan, shown
 from gpuboard.launch.preflight.check import Check
-from gpuboard.launch.restarts.rules import attempt_text, pause_s, restarts
+from gpuboard.launch.restarts import attempt_text, pause_s, restarts
 from gpuboard.launch.runs.control import ControlRequest
 from gpuboard.launch.runs.folder import RunFolder, RunView
 from gpuboard.launch.stalls.follower import ExplainRequest, StallFollower

@@ -21,8 +21,7 @@ from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.snapshot import GpuView, JobView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
 from gpuboard.model.units import day_time, iso, seconds_of
 from gpuboard.recording.changes import applied, difference
-from gpuboard.recording.clock import ForwardClock
-from gpuboard.recording.file import Cursor, Recording, RecordingWriter
+from gpuboard.recording.file import Cursor, ForwardClock, Recording, RecordingWriter
 from gpuboard.recording.frames import Frame
 from gpuboard.recording.player import Player, moment_of
 

@@ -20,9 +20,7 @@ from gpuboard.errors import UsageError
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
 from gpuboard.launch.plan import LaunchOptions, LaunchPlan, launch_plan, next_attempt
-from gpuboard.launch.restarts.attempts import Attempts
-from gpuboard.launch.restarts.rules import pause_s, restarts
-from gpuboard.launch.restarts.spares import reassigned
+from gpuboard.launch.restarts import Attempts, pause_s, reassigned, restarts
 from gpuboard.launch.runs.control import ControlRequest, ask
 from gpuboard.launch.runs.folder import RunFolder, RunView, read_state
 from gpuboard.launch.target import Target

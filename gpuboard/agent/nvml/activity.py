@@ -6,7 +6,7 @@ a person looks at is: PCIe throughput takes the driver 20 ms a call, and NVLinks
 
 import time
 
-import pynvml  # always by full names: only what these name is sent (gpuboard/transport/pynvml_source.py)
+import pynvml  # always by full names: only what these name is sent (gpuboard/transport/bundle.py)
 
 from gpuboard.agent.nvml.terms import RATE_SPAN_S, RATES
 

@@ -19,7 +19,7 @@ import os
 import struct
 import time
 
-import pynvml  # always by full names: only what these name is sent (gpuboard/transport/pynvml_source.py)
+import pynvml  # always by full names: only what these name is sent (gpuboard/transport/bundle.py)
 
 from gpuboard.agent import proc
 from gpuboard.agent.nvml import terms

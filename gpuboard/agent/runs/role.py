@@ -6,6 +6,7 @@ The calls are in docs/launch-protocol.md.
 import errno
 import json
 import os
+import socket
 import time
 
 from gpuboard.agent import proc
@@ -13,7 +14,7 @@ from gpuboard.agent.event_loop import IN, Loop
 from gpuboard.agent.launch import CallRefused
 from gpuboard.agent.launch.watch import inspection, signs
 from gpuboard.agent.launch.watch.forked import Looks
-from gpuboard.agent.runs import control, files, jobs
+from gpuboard.agent.runs import files, jobs
 
 MYPY = False
 if MYPY:
@@ -23,6 +24,8 @@ if MYPY:
 
 _LATER = object()  # value of a call whose reply follows
 _CONTROL_S = 5.0  # for a head to reply, where the client gives no other time
+_CONTROL_NAME = "control.sock"
+_REPLY_LIMIT = 64 * 1024 * 1024  # bytes: stacks of all ranks
 _REAP_S = 0.2  # after an inspection, until its process has ended
 
 
@@ -106,7 +109,7 @@ class _Server:
             else:
                 self._channel.reply(call, {"reply": files.pack(reply)})
 
-        control.ask(self._loop, folder, line, float(args.get("timeout_s") or _CONTROL_S), done)
+        _ask_head(self._loop, folder, line, float(args.get("timeout_s") or _CONTROL_S), done)
         return _LATER
 
     def _jobs(self, _call: int, args: "Dict[str, Any]") -> "Any":
@@ -146,3 +149,48 @@ def _reap() -> None:
             pass
     except ChildProcessError:
         return
+
+
+def _ask_head(
+    loop: "Loop", folder: str, line: bytes, timeout_s: float, done: "Callable[[Optional[bytes], str], None]"
+) -> None:
+    """Send ``line`` to the head of the run in ``folder``; call ``done`` once, with its reply or None and the reason."""
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    client.setblocking(False)
+    try:
+        # A short path: an address has at most 108 bytes (unix(7)).
+        fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            client.connect("/proc/self/fd/%d/%s" % (fd, _CONTROL_NAME))
+        finally:
+            os.close(fd)
+        if client.send(line + b"\n") <= len(line):
+            raise OSError("the request is too long")
+    except OSError as error:
+        client.close()
+        done(None, str(error.strerror or error))
+        return
+    received = bytearray()
+
+    def finish(reply: "Optional[bytes]", why: str = "") -> None:
+        loop.unwatch(client.fileno())
+        loop.cancel(timer)
+        client.close()
+        done(reply, why)
+
+    def read() -> None:
+        try:
+            data = client.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            finish(None, str(error.strerror))
+            return
+        received.extend(data)
+        if data.endswith(b"\n"):
+            finish(bytes(received))
+        elif not data or len(received) > _REPLY_LIMIT:
+            finish(None, "it closed the connection" if not data else "its reply is too long")
+
+    timer = loop.after(timeout_s, lambda: finish(None, "no reply within %.0f s" % timeout_s))
+    loop.watch(client.fileno(), IN, read)

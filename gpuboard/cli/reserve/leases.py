@@ -14,10 +14,9 @@ from gpuboard.board.dialogs.request_form import local
 from gpuboard.board.scene import Scene
 from gpuboard.board.tables.held import HeldLease, held
 from gpuboard.cli.context import Context
-from gpuboard.cli.csv_output import write
 from gpuboard.cli.see.status import no_node_reached, settled
 from gpuboard.cli.stderr import report
-from gpuboard.cli.table import Cell, Column, Row, Step, render
+from gpuboard.cli.table import Cell, Column, Row, Step, render, write_csv
 from gpuboard.errors import NoNodeReached
 from gpuboard.model.lease import Lease, LeaseList, gpus_text
 from gpuboard.model.text import clean, same_user
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         listed = msgspec.structs.replace(scene.leases, leases=[one.lease for one in found])
         sys.stdout.buffer.write(msgspec.json.encode(listed) + b"\n")
     elif args.format == "csv":
-        write(_FIELDS, (_record(one) for one in found))
+        write_csv(_FIELDS, (_record(one) for one in found))
         for line in _unread(scene.leases):
             report(line)
     else:

@@ -22,8 +22,7 @@ from gpuboard.cli.stderr import report
 from gpuboard.errors import Interrupted
 from gpuboard.model.text import quoted
 from gpuboard.model.units import format_duration, parse_duration
-from gpuboard.recording.clock import ForwardClock
-from gpuboard.recording.file import RecordingWriter
+from gpuboard.recording.file import ForwardClock, RecordingWriter
 from gpuboard.recording.frames import Frame
 
 if TYPE_CHECKING:

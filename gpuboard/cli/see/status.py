@@ -16,7 +16,6 @@ import msgspec
 from gpuboard.agent.nvml.terms import RATE_SPAN_S
 from gpuboard.board.scene import Scene
 from gpuboard.cli.context import Context
-from gpuboard.cli.csv_output import write
 from gpuboard.cli.options import typed
 from gpuboard.cli.replay import add_replay, open_replay
 from gpuboard.cli.see import columns
@@ -24,7 +23,7 @@ from gpuboard.cli.see.columns import COLUMNS, DeviceRow
 from gpuboard.cli.see.selection import Selection
 from gpuboard.cli.see.selection import add_arguments as add_selection
 from gpuboard.cli.stderr import report
-from gpuboard.cli.table import Cell, Row, elide, render
+from gpuboard.cli.table import Cell, Row, elide, render, write_csv
 from gpuboard.errors import NoNodeReached, UsageError
 from gpuboard.leases.ledger import Scope
 from gpuboard.model.snapshot import NodeView, Snapshot, scheduler_words, tally
@@ -87,7 +86,7 @@ class StatusOutput:
             sys.stdout.buffer.flush()
         elif self.kind == "csv":
             fields = columns.fields(self.names)
-            write(list(fields), ([value(row) for value in fields.values()] for row in self._records(scene)))
+            write_csv(list(fields), ([value(row) for value in fields.values()] for row in self._records(scene)))
             if missing := [clean(node.name, 64) for node in scene.snapshot.nodes if not node.gpus]:
                 report(f"not listed, as no GPU of them is known: {', '.join(missing)}; `gpuboard status` shows why")
         else:

@@ -37,7 +37,7 @@ def lead(
 ) -> tuple[int, bool]:
     """Lead the run in this process; return its exit code, and whether its logs are complete."""
     from gpuboard.launch.head import Head
-    from gpuboard.launch.restarts.attempts import Attempts
+    from gpuboard.launch.restarts import Attempts
     from gpuboard.launch.runs.folder import RunFolder, prune
     from gpuboard.transport.connector import Connector
 

@@ -15,7 +15,7 @@ from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.output import Relay
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.preflight.check import check_text, grouped
-from gpuboard.launch.restarts.rules import attempt_text, same_failure_text
+from gpuboard.launch.restarts import attempt_text, same_failure_text
 from gpuboard.launch.runs.folder import FINAL, RunState, RunView, VerdictView, this_head
 from gpuboard.launch.runs.places import moved
 from gpuboard.launch.stalls.follower import StallFollower

@@ -21,7 +21,7 @@ import msgspec
 
 from gpuboard import files, paths
 from gpuboard.agent import proc
-from gpuboard.agent.runs.head import alive as head_alive
+from gpuboard.agent.runs.files import alive as head_alive
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
 from gpuboard.launch.stalls.waits import RankGroup

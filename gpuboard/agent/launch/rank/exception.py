@@ -1,6 +1,6 @@
 """Which exception ended a rank: the innermost cause, and what it was raised again as.
 
-This source is executed in the rank, after ``traceback_text`` and ``ddp_parameters``.
+This source is executed in the rank, after ``traceback_text``.
 """
 
 import linecache
@@ -14,13 +14,15 @@ if MYPY:
     from types import TracebackType
     from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-    from gpuboard.agent.launch.rank import ddp_parameters, traceback_text
+    from gpuboard.agent.launch.rank import traceback_text
     from gpuboard.agent.launch.rank.traceback_text import Place
 
 _TEXT = 16384  # characters of a message
 _BRIEF = 160  # characters of an exception that is named beside the cause
 _NOTES = 3  # of the exception itself, that are named
 _CHAIN = 16  # exceptions of a chain that are looked at
+_NO_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+_SHOWN = 8  # names
 # The module in the message of an AttributeError or ImportError
 _MODULE = re.compile(
     r"module '(\w+)[\w.]*' has no attribute|cannot import name .* from .*?'(\w+)[\w.]*'|No module named '(\w+)\."
@@ -45,7 +47,7 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
     notes += _shadowing(message) if isinstance(cause, (AttributeError, ImportError)) else []
     if isinstance(cause, (OSError, EOFError)) and _receives_data(cause_trace):
         notes.append("the process that sent the data has ended: a DataLoader worker?")
-    parameters = ddp_parameters.without_gradient(message, cause_trace)
+    parameters = _without_gradient(message, cause_trace)
     notes += [parameters] if parameters else []
     if isinstance(error, SystemExit) and cause is not error:
         notes.append("handled with sys.exit(%s)%s" % (error.code, _at(_place(error, trace))))
@@ -183,3 +185,29 @@ def place_of(error: BaseException, trace: "Optional[TracebackType]") -> str:
 
 def _at(place: "Place", word: str = " at") -> str:
     return "%s %s:%s" % (word, place[0], place[1]) if place[0] is not None else ""
+
+
+def _without_gradient(message: str, trace: "Optional[TracebackType]") -> str:
+    """Return the names of the parameters that a message numbers, as text; "" for other messages and without names.
+
+    torch names them with TORCH_DISTRIBUTED_DEBUG only. The next forward() raises the error, so a frame has the model.
+    """
+    found = _NO_GRADIENT.search(message)
+    names = _names(trace) if found else []
+    indices = [int(index) for index in found.group(1).split()] if found else []
+    if not indices or max(indices) >= len(names):  # requires_grad has changed since
+        return ""
+    listed = ", ".join(names[index] for index in indices[:_SHOWN])
+    more = len(indices) - _SHOWN
+    return "parameters without a gradient: %s%s" % (listed, " and %d more" % more if more > 0 else "")
+
+
+def _names(trace: "Optional[TracebackType]") -> "List[str]":
+    """Return the names of the model's parameters in the order of the reducer's indices."""
+    kind: "Any" = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
+    models: "List[Any]" = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
+    for model in reversed(models):
+        if issubclass(type(model), kind):
+            named = model.module.named_parameters()
+            return [name for name, one in named if one.requires_grad and name not in model.parameters_to_ignore]
+    return []

@@ -1,1 +1,0 @@
-"""Restarts of a run that has failed (``--max-restarts``): when, on which GPUs, and the loop over the attempts."""
