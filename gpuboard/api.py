@@ -220,7 +220,6 @@ def _settings() -> Settings:
 
 
 def _job(settings: Settings) -> Inside | None:
-    """Return the Slurm job that this process runs in."""
     from gpuboard.cluster.inventory.slurm_job import current_job
 
     return current_job(settings, os.environ, lambda message: warnings.warn(message, stacklevel=4))

@@ -251,7 +251,6 @@ class _Node:
         self.channel.send(message)
 
     def _with_loads(self, gpu: "Dict[str, Any]") -> "Dict[str, Any]":
-        """Return a GpuReading with the loads of its processes."""
         percents = gpu.pop("sm_percents", {})
         pids = [process["pid"] for process in gpu.get("processes") or ()]
         return dict(gpu, loads=[[percents.get(pid), *self.processes.load(pid)] for pid in pids]) if pids else gpu

@@ -51,7 +51,6 @@ def kills_at_logout(uid: int, root: str = "") -> bool:
 
 
 def _job(root: str) -> str:
-    """Return the Slurm job whose cgroup this process is in, or ""."""
     found = re.search(r"/job_(\d+)(/|$)", _read(f"{root}/proc/self/cgroup"), re.MULTILINE)
     return found[1] if found else ""
 

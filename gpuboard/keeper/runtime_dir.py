@@ -286,7 +286,6 @@ def _acquire(home: str, folder: str, timeout_s: float) -> RuntimeDir | None:
 
 
 def _is_open(path: str, descriptor: int) -> bool:
-    """Return whether ``path`` is the file that ``descriptor`` has open."""
     return os.path.lexists(path) and _identity(os.lstat(path)) == _identity(os.fstat(descriptor))
 
 

@@ -427,7 +427,6 @@ class Head:
     # ending
 
     def _finish(self) -> int:
-        """End all processes of the run, print the summary, return the exit code."""
         if not self._watch.emptied:
             empty_at = self._ending.finish(opened=self._gate.opened, refused=bool(self._gate.refused))
             self._pump(lambda: self._watch.emptied, empty_at)

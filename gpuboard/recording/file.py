@@ -186,7 +186,6 @@ class Recording:
         return GpuboardError(f"{self.path} is damaged at {day_time(at)}: {error or type(error).__name__}")
 
     def _check_schema(self) -> None:
-        """Raise UsageError where another version wrote the file."""
         try:
             head = from_json(self._data(self._members[0]).partition(b"\n")[0])
             schema = head["schema"] if head["format"] == FORMAT else None

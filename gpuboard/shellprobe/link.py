@@ -234,7 +234,6 @@ class ShellLink(Link):
         self._request(request)
 
     def _send(self) -> None:
-        """Send a reading of what is known."""
         assert self.hello is not None
         hostname, host = self.hello.hostname, self._host
         statics = self._gpus.statics(hostname)
@@ -274,7 +273,6 @@ class ShellLink(Link):
         return self._running
 
     def _ask(self, request: str) -> None:
-        """Go on with the pass by another request."""
         with self._lock:
             self._running, self._asked_at = request, time.monotonic()
         self._request(request)

@@ -113,7 +113,6 @@ class Command:
             self._child.stdin = -1
 
     def _read(self, fd: int) -> bool:
-        """Read what is available; return whether more may come."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:

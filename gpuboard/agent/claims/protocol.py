@@ -294,7 +294,6 @@ def release(lease: str, uid: int, boot_id: str) -> "Steps":
 
 
 def _not_ours(lease: str) -> "Steps":
-    """Return the refusal for a lease of which this user has no claim."""
     names = yield ("list", _names_of(lease))
     for name in names[:OWNERS_ASKED]:
         owner = yield ("owner", name)

@@ -117,7 +117,6 @@ class Folder:
         return key, entry, rules.decode(entry)
 
     def _look_again(self, files: "Files") -> None:
-        """Check the known claims."""
         seen = ((name, self._look(files, name)) for name in list(self._known))
         self._known = {name: one for name, one in seen if one is not None}
 

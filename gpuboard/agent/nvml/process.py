@@ -124,7 +124,6 @@ def spawn(now: float, close: "List[int]", skip: "Set[int]", only: "Optional[int]
 
 
 def _serve(parent: int, fds: "Tuple[int, int]", mark: "Any", skip: "Set[int]", only: "Optional[int]") -> None:
-    """Run as the NVML process."""
     try:
         import ctypes  # only here, like nvml: the parent must never load NVML or its bindings
 

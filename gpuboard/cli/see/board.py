@@ -100,7 +100,6 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 def _play(recording: Recording, at: float | None, speed: float, context: Context) -> int:
-    """Play a recording; return the exit code."""
     from gpuboard.board.replay.app import ReplayApp  # 250 ms: only for the board
     from gpuboard.board.replay.core import ReplayCore
     from gpuboard.board.terminal import gc

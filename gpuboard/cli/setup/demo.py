@@ -143,14 +143,12 @@ class _Output:
 
 
 def _show_status(context: Context, nodes: Sequence[Node]) -> Snapshot:
-    """Print the current table of the simulated nodes."""
     scene = status_command.read(nodes, context)
     print("\n".join(status_command.table(scene, context.width, colour=context.colour)), flush=True)
     return scene.snapshot
 
 
 def _claims(context: Context, lease: str) -> list[Path]:
-    """Return the claim files of a lease, one per GPU."""
     return sorted(Path(context.settings.claims_dir).glob(f"gpuboard.SIM-*.{lease}"))
 
 

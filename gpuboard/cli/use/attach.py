@@ -125,7 +125,6 @@ class _Attached:
         return pieces
 
     def _feed(self, name: str, data: bytes, offset: int) -> None:
-        """Show a part of a file that starts at ``offset``."""
         decode = self._decoders[name].decode
         if name == _MESSAGES:  # without their times
             self._screen.lines("err", [line.partition(" ")[2] for line in self._messages.feed(decode(data))])

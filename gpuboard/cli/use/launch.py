@@ -375,7 +375,6 @@ def _reserved(
 
 
 def _whole(args: argparse.Namespace, allocator: Allocator) -> Request:
-    """Return the request for all GPUs in scope."""
     args.n = allocator.count()
     return request_of(args)
 

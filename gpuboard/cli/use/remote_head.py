@@ -94,7 +94,6 @@ def _follow(head: RemoteHead, context: Context, detaching: DetachingHead) -> tup
 
 
 def _seen_from(node: Node, first: Node) -> Node:
-    """Return how the node ``first`` reaches a node."""
     return msgspec.structs.replace(node, host=None if node == first else node.host or node.name)
 
 

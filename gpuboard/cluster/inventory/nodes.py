@@ -124,7 +124,6 @@ def _expand(texts: Iterable[str], find: Callable[[str], list[SourceEntry]] | Non
 
 
 def _check_name(name: str, where: str = "") -> None:
-    """Raise UsageError for an invalid host name."""
     if not _NAME.fullmatch(name) or any(not 0 < len(label) <= 63 for label in name.split(".")):
         at = f"{where}: " if where else ""
         raise UsageError(f"{at}{quoted(name)} cannot be a node's name: letters, digits, '.', '-' and '_' only")

@@ -189,7 +189,6 @@ class _SshConfig:
 
 
 def _read(path: str) -> list[str]:
-    """Return the lines of a text file. Raises UsageError."""
     try:
         text = files.read(os.path.expanduser(path), files.SSH_CONFIG_MAX).decode("utf-8")
     except OSError as error:

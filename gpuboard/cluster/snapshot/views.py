@@ -215,7 +215,6 @@ def is_unseen(facts: NodeFacts, view: View) -> bool:
 
 
 def _is_awaited(facts: NodeFacts) -> bool:
-    """Return whether a node's first answer is pending without an error."""
     return facts.reading is None and facts.error is None and not facts.closed
 
 

@@ -192,7 +192,6 @@ def _is_main_guard(node: ast.AST) -> bool:
 
 
 def _before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
-    """Return the statements before ``child`` in the same block."""
     for field in ("body", "orelse", "finalbody"):
         block = getattr(parent, field, None)
         if isinstance(block, list) and child in block:

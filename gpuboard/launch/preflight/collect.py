@@ -122,7 +122,6 @@ class PreflightCalls:
         return (node, op) in self._replies or node in self.failures
 
     def _ports(self, node: str) -> list[int]:
-        """Return the ports that a node has opened, at most as many as requested."""
         opened = self._replies.get((node, "probe-listen"))
         return opened.ports[:_PORTS] if isinstance(opened, Ports) else []
 

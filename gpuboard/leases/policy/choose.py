@@ -174,7 +174,6 @@ def _choice(request: Request, free: dict[str, list[Candidate]], chosen: list[_Gr
 
 
 def _with_notes(chosen: Sequence[_Group], why: str) -> Choice:
-    """Return the choice of these groups, with a note for each sick GPU."""
     gpus = [gpu for found in chosen for gpu in found.members]
     notes = tuple(f"{gpu.place} is {sick_reason(gpu.gpu)}" for gpu in gpus if gpu.sick)
     return Choice(tuple(gpu.chosen for gpu in gpus), "; ".join((why, *notes)), notes)

@@ -147,7 +147,6 @@ def _model_is_free(request: Request, snapshot: Snapshot) -> bool:
 
 
 def _fits(request: Request, snapshot: Snapshot) -> bool:
-    """Return whether the request could be granted now."""
     free = by_node([c for c in evaluate(request, snapshot, ()) if c.reason is None])
     return nodes_needed(request, [len(gpus) for gpus in free.values()]) is not None
 

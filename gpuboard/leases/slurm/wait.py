@@ -80,7 +80,6 @@ class JobWait:
         return time.monotonic() - self._started
 
     def _has_started(self, job: JobState | None) -> bool:
-        """Return whether the job runs. Raises GpuboardError if it has ended."""
         if job is None:
             raise GpuboardError(f"job {self._number} is no longer known to Slurm: it ended or was cancelled")
         if job.ended:

@@ -121,7 +121,6 @@ def surroundings() -> Iterable[str]:
 
 
 def _nodes_of_env(number: str, env: Mapping[str, str]) -> tuple[JobNode, ...]:
-    """Return the job's nodes from its environment variables."""
     nodes: list[JobNode] = []
     part = 0
     while names := env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{part}"):

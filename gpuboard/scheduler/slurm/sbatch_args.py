@@ -295,7 +295,6 @@ def refusal(stderr: str, code: int) -> GpuboardError:
 
 
 def _message(line: str) -> str:
-    """Return a line of sbatch without its prefix."""
     line = re.sub(r"^sbatch: (error: |fatal: )?", "", line)
     return line.removeprefix("Batch job submission failed: ")
 

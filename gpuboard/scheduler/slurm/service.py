@@ -119,7 +119,6 @@ class Slurm:
         return -self._due_s()
 
     def _due_s(self) -> float:
-        """Return seconds until the next query is due."""
         known = self._known
         if known.asked == 0:
             return -1.0
@@ -128,7 +127,6 @@ class Slurm:
         return known.asked + known.took_s + pause_s(known, self._interval_s, self._jitter, self._timing) - now()
 
     def _ask(self, timeout_s: float) -> None:
-        """Query Slurm and store the answer for other processes."""
         known = self._known
         asked = now()
         answer = self._cycle.ask(timeout_s, probe=known.failures > 0 and known.contact, before=known.schedule)

@@ -229,7 +229,6 @@ def _run_links(channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
 
 
 def _join(config: "Dict[str, Any]") -> "Any":
-    """Import torch and initialize the process group; return torch."""
     import datetime
 
     import torch
@@ -256,7 +255,6 @@ def _init_process_group(distributed: "Any", backend: str, options: "Dict[str, An
 
 
 def _strip(trace: "Optional[TracebackType]") -> "Optional[TracebackType]":
-    """Return the traceback without the outer frames of gpuboard."""
     while trace is not None and _is_outer_frame(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
@@ -284,7 +282,6 @@ def _initialized() -> bool:
 
 
 def _report(channel: "WorkerChannel", error: BaseException, state: "Dict[str, bool]") -> None:
-    """Report the exception that is about to end this rank."""
     trace = _strip(error.__traceback__)
     frames = traceback.extract_tb(trace)
     if state["importing"]:

@@ -80,7 +80,6 @@ class Looks:
 
 
 def _run(parent: int, fd_out: int, look: "Callable[[], Dict[str, Any]]") -> None:
-    """Run as the forked process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
