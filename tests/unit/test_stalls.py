@@ -60,21 +60,27 @@ def seen(rank: int, stack: list[StackFrame], *groups: ProcessGroup, **facts: obj
     return msgspec.structs.replace(base, **facts)
 
 
-def verdict(*evidence: RankEvidence, **statuses: RankStatus) -> Stall | None:
+def verdict_or_none(*evidence: RankEvidence, **statuses: RankStatus) -> Stall | None:
     """Return the diagnosis of ranks 0 to n-1."""
     return diagnose({one.rank: activity(statuses.get(f"rank{one.rank}") or status(one.rank), one) for one in evidence})
+
+
+def verdict(*evidence: RankEvidence, **statuses: RankStatus) -> Stall:
+    """Return the diagnosis of ranks 0 to n-1, which there must be."""
+    found = verdict_or_none(*evidence, **statuses)
+    assert found is not None
+    return found
 
 
 WAITING = seen(0, REDUCE, group(12, 11))
 
 
 def test_ranks_that_do_not_wait_for_each_other_are_no_stall() -> None:
-    assert verdict(seen(0, LOAD, group(11, 11)), seen(1, LOAD, group(11, 11))) is None
+    assert verdict_or_none(seen(0, LOAD, group(11, 11)), seen(1, LOAD, group(11, 11))) is None
 
 
 def test_the_rank_that_all_others_wait_for_is_named_with_its_place() -> None:
     found = verdict(WAITING, seen(1, LOAD, group(11, 11)), seen(2, REDUCE, group(12, 11)))
-    assert found is not None
     assert (found.kind, found.ranks, found.node, found.sure) == ("stall-behind", (1,), "gpu01", False)
     assert found.text(12.2) == (
         "waiting 12 s for rank 1 (gpu01:1), which is at train.py:41 in load_batch; "
@@ -85,7 +91,6 @@ def test_the_rank_that_all_others_wait_for_is_named_with_its_place() -> None:
 def test_a_busy_rank_is_shown_with_its_use_of_the_cpu() -> None:
     busy = seen(1, LOAD, group(11, 11), cpu=0.97, gil=True)
     found = verdict(WAITING, busy, rank1=status(1, None))
-    assert found is not None
     assert found.cpu == pytest.approx(0.97)
     assert "is at train.py:41 in load_batch (97 % of a core, holding the GIL)" in found.words
 
@@ -101,13 +106,11 @@ def test_a_busy_rank_is_shown_with_its_use_of_the_cpu() -> None:
 )
 def test_a_warning_is_not_quoted(line: str) -> None:
     found = verdict(WAITING, seen(1, LOAD, group(11, 11)), rank1=status(1, last_error=line))
-    assert found is not None
     assert "stderr" not in found.words
 
 
 def test_a_swallowed_exception_is_quoted() -> None:
     found = verdict(WAITING, seen(1, LOAD, group(11, 11)), rank1=status(1, last_error="ValueError: bad label"))
-    assert found is not None
     assert "; its last line on stderr: ValueError: bad label" in found.words
 
 
@@ -131,7 +134,6 @@ def test_a_swallowed_exception_is_quoted() -> None:
 )
 def test_the_holder_of_the_lock_that_a_rank_waits_for_is_named(lock: FileLock, words: str, remedy: str) -> None:
     found = verdict(WAITING, seen(1, LOAD, group(11, 11), lock=lock))
-    assert found is not None
     assert words in found.words
     assert remedy in found.remedy
 
@@ -140,7 +142,6 @@ def test_the_holder_of_the_lock_that_a_rank_waits_for_is_named(lock: FileLock, w
 def test_the_program_that_a_rank_waits_for_is_named(module: str) -> None:
     stack = [StackFrame("_wait", f"/usr/lib/python3.11/{module}", 2000), *LOAD]
     found = verdict(WAITING, seen(1, stack, group(11, 11), children=[ChildProcess(7, "ffmpeg", "S")]))
-    assert found is not None
     assert "which is at train.py:41 in load_batch, waiting for its process 7 (ffmpeg); rank 0" in found.words
 
 
@@ -155,7 +156,6 @@ def parent(rank: int, *children: list[StackFrame]) -> RankEvidence:
 def test_a_rank_whose_process_waits_for_that_of_another_rank_waits_for_it() -> None:
     alone = {f"rank{rank}": status(rank, joined=False) for rank in (0, 1)}
     found = verdict(parent(0, INIT), parent(1, LOAD), **alone)
-    assert found is not None
     assert (found.kind, found.ranks) == ("stall-absent", (1,))
     assert found.words == (
         "for rank 1 (gpu01:1), which has not called init_process_group: it is at run.py:8 in run, waiting for its "
@@ -166,7 +166,6 @@ def test_a_rank_whose_process_waits_for_that_of_another_rank_waits_for_it() -> N
 
 def test_a_process_that_others_of_its_rank_wait_for_is_named() -> None:
     found = verdict(parent(0, INIT, LOAD), parent(1, INIT))
-    assert found is not None
     assert (found.kind, found.ranks) == ("stall-behind", (0,))
     assert found.words == (
         "for process 71 of rank 0 (gpu01:0), which is at train.py:41 in load_batch; its process 70 waits in "
@@ -176,7 +175,6 @@ def test_a_process_that_others_of_its_rank_wait_for_is_named() -> None:
 
 def test_processes_of_ranks_that_all_wait_lack_others() -> None:
     found = verdict(parent(0, INIT, INIT), parent(1, REDUCE))
-    assert found is not None
     assert (found.kind, found.ranks) == ("stall-network", (0, 1))
     assert found.words.startswith(
         "in init_process_group at train.py:9; all_reduce at train.py:55 in step: processes that ranks 0-1 started"
@@ -184,23 +182,21 @@ def test_processes_of_ranks_that_all_wait_lack_others() -> None:
 
 
 def test_workers_of_a_loader_and_busy_ranks_wait_for_no_other_rank() -> None:
-    assert verdict(parent(0, WORKER), parent(1, WORKER)) is None
+    assert verdict_or_none(parent(0, WORKER), parent(1, WORKER)) is None
     busy = {"rank0": status(0, None), "rank1": status(1, None)}
-    assert verdict(parent(0, INIT, LOAD), parent(1, INIT), **busy) is None
+    assert verdict_or_none(parent(0, INIT, LOAD), parent(1, INIT), **busy) is None
 
 
 def test_a_store_that_a_script_opens_itself_is_named() -> None:
     alone = {f"rank{rank}": status(rank, joined=False) for rank in (0, 1)}
     source = 'store = dist.TCPStore("127.0.0.1", 29871)'
     found = verdict(seen(0, LOAD, source=source), seen(1, LOAD, source=source), **alone)
-    assert found is not None
     assert found.words.startswith("in TCPStore at train.py:41 in load_batch: ranks 0-1 have not connected to the store")
 
 
 def test_a_rank_that_waits_for_its_loader_is_traced_to_the_worker() -> None:
     children = [ChildProcess(7, "python", "S", WORKER)]
     found = verdict(WAITING, seen(1, LOADER, group(11, 11), children=children))
-    assert found is not None
     assert "which waits for its DataLoader at train.py:30 in main, whose worker 7 is at data.py:12" in found.words
 
 
@@ -220,20 +216,17 @@ def test_the_place_of_a_worker_is_in_the_dataset(inside: list[StackFrame], words
     found = verdict(
         WAITING, seen(1, LOADER, group(11, 11), children=[ChildProcess(7, "python", "S", [*inside, forked])])
     )
-    assert found is not None
     assert words in found.words
 
 
 def test_an_absent_rank_is_named_while_the_others_initialize() -> None:
     found = verdict(seen(0, INIT), seen(1, LOAD), rank1=status(1, joined=False))
-    assert found is not None
     assert found.kind == "stall-absent"
     assert "for rank 1 (gpu01:1), which has not called init_process_group: it is at train.py:41" in found.words
 
 
 def test_a_rank_that_still_imports_torch_is_waited_for_longer() -> None:
     found = verdict(seen(0, INIT), seen(1, LOAD), rank1=status(1, joined=False, importing=True))
-    assert found is not None
     assert found.importing
     assert "is still importing torch" in found.words
 
@@ -241,7 +234,6 @@ def test_a_rank_that_still_imports_torch_is_waited_for_longer() -> None:
 def test_a_rank_whose_wrapper_has_not_started_python_is_not_called_importing() -> None:
     wrapper = seen(1, [], name="sleep", stack_error="not a Python process")
     found = verdict(seen(0, INIT), wrapper, rank1=status(1, joined=False, importing=True))
-    assert found is not None
     assert "rank 1 (gpu01:1), which has not started Python: its process still runs sleep" in found.words
     assert "--wrap" in found.remedy
 
@@ -249,7 +241,6 @@ def test_a_rank_whose_wrapper_has_not_started_python_is_not_called_importing() -
 @pytest.mark.parametrize(("state", "words"), [("T", "is stopped (SIGSTOP"), ("D", "in uninterruptible sleep in nfs")])
 def test_a_stopped_or_blocked_rank_comes_first(state: str, words: str) -> None:
     found = verdict(WAITING, seen(1, LOAD, group(11, 11), state=state, wchan="nfs_wait"), seen(2, LOAD, group(11, 11)))
-    assert found is not None
     assert (found.kind, found.ranks, found.sure) == ("stall-stopped", (1,), state == "T")
     assert words in found.words
 
@@ -265,7 +256,6 @@ def test_a_rank_that_ended_is_the_one_that_is_waited_for() -> None:
 def test_ranks_that_call_different_collectives_differ_and_the_minority_is_suspected() -> None:
     other = seen(1, REDUCE[:0] + LOAD, group(12, 11, "broadcast"))
     found = verdict(WAITING, other, seen(2, REDUCE, group(12, 11)))
-    assert found is not None
     assert (found.kind, found.ranks, found.sure) == ("stall-mismatch", (1,), True)
     assert "the ranks differ at collective 12: ranks 0,2 called all_reduce of float 4 at train.py:55" in found.words
 
@@ -273,13 +263,11 @@ def test_ranks_that_call_different_collectives_differ_and_the_minority_is_suspec
 @pytest.mark.parametrize(("op", "suspects"), [("all_reduce", (0, 1)), ("scatter", None), ("all_to_all_single", None)])
 def test_shapes_matter_where_they_must_be_equal(op: str, suspects: tuple[int, ...] | None) -> None:
     found = verdict(seen(0, REDUCE, group(12, 11, op)), seen(1, REDUCE, group(12, 11, op, 5)))
-    assert found is not None
     assert (found.kind, found.ranks) == (("stall-mismatch", suspects) if suspects else ("stall-network", (0, 1)))
 
 
 def test_ranks_that_agree_are_kept_apart_by_the_network() -> None:
     found = verdict(WAITING, seen(1, REDUCE, group(12, 11)), seen(2, REDUCE, group(12, 11)))
-    assert found is not None
     assert found.kind == "stall-network"
     assert "so the network between gpu01, gpu02 may not deliver" in found.words
 
@@ -287,7 +275,6 @@ def test_ranks_that_agree_are_kept_apart_by_the_network() -> None:
 def test_ranks_that_look_for_another_store_get_the_reason() -> None:
     alone = {f"rank{rank}": status(rank, joined=False) for rank in (0, 1)}
     found = verdict(seen(0, INIT), seen(1, INIT), **alone)
-    assert found is not None
     assert found.words == ("in init_process_group at train.py:9: ranks 0-1 have not connected to the store of this run")
 
 
@@ -295,7 +282,6 @@ def test_groups_used_in_different_order_are_a_cycle() -> None:
     first = seen(0, REDUCE, group(4, 4), group(2, 1, name="a"), group(1, 1, name="b"))
     second = seen(1, REDUCE, group(4, 4), group(1, 1, name="a"), group(2, 1, name="b"))
     found = verdict(first, second)
-    assert found is not None
     assert found.words.startswith("because the ranks wait for each other: rank 0 (gpu01:0) waits in all_reduce")
 
 
@@ -304,7 +290,6 @@ NEW_GROUP = [StackFrame("new_group", f"{TORCH}distributed/distributed_c10d.py", 
 
 def test_a_rank_that_alone_makes_a_group_waits_for_the_others() -> None:
     found = verdict(WAITING, seen(1, NEW_GROUP, group(11, 11)))
-    assert found is not None
     assert (found.kind, found.ranks) == ("stall-mismatch", (0, 1))
     assert found.words == (
         "because the ranks wait for each other: rank 0 (gpu01:0) waits in all_reduce (collective 12) at train.py:55 in "
@@ -312,7 +297,6 @@ def test_a_rank_that_alone_makes_a_group_waits_for_the_others() -> None:
     )
     assert found.remedy.startswith("every rank must call new_group")
     found = verdict(seen(0, NEW_GROUP, group(11, 11)), seen(1, LOAD, group(11, 11)))
-    assert found is not None
     assert found.words.startswith("for rank 1 (gpu01:1), which is at train.py:41")
 
 
@@ -347,7 +331,6 @@ def transfer(rank: int, call: str, peer: int | None, *groups: ProcessGroup) -> R
 def test_ranks_that_wait_for_a_message_lead_to_the_rank_that_sends_none() -> None:
     done = group(3, 3)
     found = verdict(transfer(0, "send", 1, done), seen(1, LOAD, done), transfer(2, "recv", 1, done))
-    assert found is not None
     assert (found.kind, found.ranks) == ("stall-behind", (1,))
     assert found.words == (
         "for rank 1 (gpu01:1), which is at train.py:41 in load_batch; "
@@ -358,7 +341,6 @@ def test_ranks_that_wait_for_a_message_lead_to_the_rank_that_sends_none() -> Non
 
 def test_receives_without_a_send_are_a_cycle() -> None:
     found = verdict(*(transfer(rank, "recv", (rank + 1) % 3) for rank in range(3)))
-    assert found is not None
     assert (found.kind, found.ranks, found.sure) == ("stall-mismatch", (0, 1, 2), True)
     assert "rank 1 (gpu01:1) waits in recv from rank 2 at pipe.py:8 in step; rank 2" in found.words
     assert found.remedy.startswith("every recv needs a send")
@@ -366,7 +348,6 @@ def test_receives_without_a_send_are_a_cycle() -> None:
 
 def test_a_message_that_was_sent_and_does_not_arrive_is_the_network() -> None:
     found = verdict(transfer(0, "send", 1), transfer(1, "recv", 0))
-    assert found is not None
     assert found.kind == "stall-network"
 
 
@@ -391,7 +372,7 @@ def test_a_message_that_was_sent_and_does_not_arrive_is_the_network() -> None:
 def test_a_handle_of_a_transfer_is_known_by_its_line(
     source: str, peers: tuple[str | None, ...], words: str | None
 ) -> None:
-    found = verdict(
+    found = verdict_or_none(
         *(
             seen(rank, REDUCE, group(4, 3, op=op)) if op else seen(rank, LOAD, group(3, 3), source=source)
             for rank, op in enumerate(peers)
@@ -411,7 +392,6 @@ def test_a_handle_of_a_transfer_is_known_by_its_line(
 )
 def test_numbers_with_which_no_group_can_form_are_named(joins: list[tuple[int, int]], words: str | None) -> None:
     found = verdict(*(seen(rank, INIT, joins_as=pair) for rank, pair in enumerate(joins)))
-    assert found is not None
     if words is None:
         assert found.kind == "stall-network"
     else:
@@ -422,14 +402,12 @@ def test_numbers_with_which_no_group_can_form_are_named(joins: list[tuple[int, i
 def test_a_rank_that_writes_a_checkpoint_waits_for_no_rank() -> None:
     stack = [StackFrame("_write_item", f"{TORCH}distributed/checkpoint/filesystem.py", 400), *LOAD]
     found = verdict(WAITING, seen(1, stack, group(11, 11)))
-    assert found is not None
     assert (found.kind, found.ranks) == ("stall-behind", (1,))
 
 
 def test_ranks_that_broadcast_from_different_ranks_differ() -> None:
     stack = [StackFrame("broadcast", f"{TORCH}distributed/distributed_c10d.py", 3151), *REDUCE[1:]]
     found = verdict(*(seen(rank, stack, group(12, 11, "broadcast"), peer=rank // 2) for rank in range(3)))
-    assert found is not None
     assert (found.kind, found.ranks, found.sure) == ("stall-mismatch", (0, 1, 2), True)
     assert found.words == (
         "because the ranks differ in src or dst of broadcast (collective 12): "
@@ -440,7 +418,6 @@ def test_ranks_that_broadcast_from_different_ranks_differ() -> None:
 def test_without_a_flight_recorder_the_stacks_decide() -> None:
     bare = [msgspec.structs.replace(one, collectives=None) for one in (WAITING, seen(1, LOAD))]
     found = verdict(*bare)
-    assert found is not None
     assert found.text(5) == (
         "waiting 5 s for rank 1 (gpu01:1), which is at train.py:41 in load_batch; "
         "rank 0 (gpu01:0) waits in all_reduce at train.py:55 in step"
