@@ -22,12 +22,12 @@ from gpuboard.leases.reserve import release_own, reserve, terms_of
 from gpuboard.leases.terms import duration
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.request import Request, Topology
+from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.units import parse_duration, parse_size
 from gpuboard.scheduler.find import find, finder
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
-    from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.slurm.current_job import Inside
 
 __all__ = ["Lease", "lease", "status"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from gpuboard.model.text import lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from gpuboard.model.request import Refusal
 
 

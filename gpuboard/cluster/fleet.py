@@ -9,10 +9,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpuboard.cluster.feed import NodeFeed
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, View, standing
 from gpuboard.cluster.timing import TIMING, FleetTiming
+from gpuboard.model.reading import Claim
 from gpuboard.model.replies import Read
+from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 from gpuboard.shellprobe.connector import NodeConnector
@@ -20,12 +23,9 @@ from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.link import Pending
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.cluster.snapshot.scheduler_monitor import Permitted, RoutesOf, SchedulerMonitor
     from gpuboard.config import Settings
-    from gpuboard.model.reading import Claim
     from gpuboard.model.schedule import Schedule
-    from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
 
 T = TypeVar("T")

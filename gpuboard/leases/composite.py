@@ -8,20 +8,29 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
+from gpuboard.cluster.fleet import Fleet
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import NoNodeReached, NoSuchLease, UsageError
-from gpuboard.leases.claims.ledger import ClaimsLedger
-from gpuboard.leases.ledger import NO_OPTIONS, Found, JobOptions, Released, Renewed, picked_nodes
+from gpuboard.leases.claims.ledger import ClaimsLedger, Settle
+from gpuboard.leases.ledger import (
+    NO_OPTIONS,
+    Allocator,
+    Found,
+    JobOptions,
+    Ledger,
+    Progress,
+    Released,
+    Renewed,
+    Scope,
+    picked_nodes,
+)
+from gpuboard.model.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.fleet import Fleet
-    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
-    from gpuboard.leases.claims.ledger import Settle
-    from gpuboard.leases.ledger import Allocator, Ledger, Progress, Scope
     from gpuboard.leases.output.formats import Allocation
     from gpuboard.model.lease import Lease, LeaseList
     from gpuboard.model.request import Choice, Pick, Refusal, Request
-    from gpuboard.model.snapshot import Snapshot
     from gpuboard.scheduler.base import Scheduler
 
 

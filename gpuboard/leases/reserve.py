@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from gpuboard.keeper.holder import Holder
 from gpuboard.leases.terms import Terms, duration, uninterrupted
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
     from gpuboard.config import Settings
-    from gpuboard.keeper.holder import Holder
     from gpuboard.leases.composite import CompositeLedger
     from gpuboard.leases.ledger import Allocator
     from gpuboard.leases.output.formats import Allocation

@@ -16,13 +16,13 @@ from gpuboard.errors import GpuboardError, Refused, UsageError
 from gpuboard.keeper.holder import evaluator_kind, find_holder, shell_kind
 from gpuboard.leases import picks
 from gpuboard.leases.output.shell import FORMATS, SHELLS, fail_closed
+from gpuboard.model.request import Choice, Request
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration, parse_duration, parse_size
 
 if TYPE_CHECKING:
     from gpuboard.leases.ledger import Allocator, JobOptions
     from gpuboard.leases.output.formats import Allocation
-    from gpuboard.model.request import Choice, Request
 
 NAME = "allocate"
 HELP = "reserve GPUs; print CUDA_VISIBLE_DEVICES for the shell"

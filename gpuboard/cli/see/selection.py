@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,10 +12,8 @@ from gpuboard.board.filter.query import QueryError, parse
 from gpuboard.board.scene import Place, Scene
 from gpuboard.cli.see.columns import named
 from gpuboard.errors import UsageError
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 from gpuboard.model.text import quoted
-
-if TYPE_CHECKING:
-    from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
 
 _SORTS = {"gpu": "index", "mem": "memory", "util": "utilization", "temp": "temperature"}  # column → key of SORTS
 SORT_KEYS = {next((name for name, key in _SORTS.items() if key == sort), sort): sort for sort in SORTS}

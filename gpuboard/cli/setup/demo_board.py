@@ -16,12 +16,11 @@ import msgspec
 from gpuboard import paths
 from gpuboard.agent.claims import store as claims
 from gpuboard.cli.context import Context
-from gpuboard.config import StateSettings
+from gpuboard.config import Settings, StateSettings
 from gpuboard.errors import GpuboardError, UsageError
 
 if TYPE_CHECKING:
     from gpuboard.board.core import Core
-    from gpuboard.config import Settings
 
 STATE = StateSettings(idle_after="45s")  # the default, 15m, is longer than a demo
 _TRAINING = "-m gpuboard.demo_train --steps 3000 --pause 0.1"

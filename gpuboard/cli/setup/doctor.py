@@ -15,10 +15,10 @@ from gpuboard.cli.see.status import settled
 from gpuboard.cli.setup import launch_checks, links
 from gpuboard.cli.setup.config import problems_of
 from gpuboard.cli.table import pad, paint, wrap
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import ConfigError, GpuboardError, NoNodeReached, UsageError
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.launch.preflight.check import Check
 
 NAME = "doctor"

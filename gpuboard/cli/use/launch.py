@@ -25,6 +25,7 @@ from gpuboard.cli.use.lead import lead
 from gpuboard.cli.use.planned import planned, without_gpus
 from gpuboard.errors import NoSuchLease, Refused, UsageError
 from gpuboard.launch.parent_watch import Lifeline
+from gpuboard.model.request import Request
 from gpuboard.model.text import quoted
 from gpuboard.model.units import parse_duration
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from gpuboard.launch.plan import LaunchPlan
     from gpuboard.leases.ledger import Allocator, Scope
     from gpuboard.model.rankmap import RankMap
-    from gpuboard.model.request import Request
 
 NAME = "launch"
 HELP = "start distributed PyTorch, one rank per GPU; explain failures"

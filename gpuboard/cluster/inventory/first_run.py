@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from gpuboard import paths
 from gpuboard.agent.nvml.terms import NO_DRIVER
-from gpuboard.cluster.inventory.nodes import local_node, own_uuids
+from gpuboard.cluster.inventory.nodes import Node, local_node, own_uuids
 from gpuboard.errors import GpuboardError
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
     from gpuboard.model.snapshot import NodeView, Snapshot
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpuboard.cluster.snapshot.scheduler_jobs import known_as, names
+from gpuboard.model.schedule import Schedule
 from gpuboard.transport.base import TransportError
 
 if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
-    from gpuboard.model.schedule import Schedule
     from gpuboard.transport.ssh.resolve import Resolver
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.cluster.inventory.nodes import local_node, node_by_uuids, own_uuids
+from gpuboard.cluster.inventory.nodes import Node, local_node, node_by_uuids, own_uuids
 from gpuboard.errors import GpuboardError, NoNodeReached, UsageError
 from gpuboard.leases.ledger import (
     NO_OPTIONS,
@@ -22,18 +22,17 @@ from gpuboard.leases.ledger import (
     Scope,
     no_such_lease,
 )
+from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import day_time, seconds_of
 
 if TYPE_CHECKING:
-    from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
     from gpuboard.leases.claims.allocator import ClaimsAllocator
     from gpuboard.leases.claims.client import Mine
     from gpuboard.leases.output.formats import Allocation
     from gpuboard.model.lease import Lease, LeaseList
     from gpuboard.model.request import Choice, Refusal, Request
-    from gpuboard.model.snapshot import Snapshot
 
 _REFRESH_S = 2.0  # for a running fleet to show a change
 Settle = Callable[[Fleet], "Snapshot"]  # waits until every node of a fleet has a reading or an error

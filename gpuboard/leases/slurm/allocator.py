@@ -10,13 +10,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import msgspec
 
 from gpuboard import paths
 from gpuboard.cluster.inventory.nodes import folded, is_here, local_node
 from gpuboard.cluster.inventory.ssh_aliases import scheduler_names
+from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NotFree, UsageError
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
@@ -45,14 +46,11 @@ from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.request import Choice, Refusal, Request
 from gpuboard.model.schedule import Schedule
 from gpuboard.model.units import parse_duration
+from gpuboard.scheduler.base import Scheduler
 from gpuboard.scheduler.slurm import sbatch_args
 from gpuboard.scheduler.slurm.client import ENDED_STATES, SECRETS, SUBMITTING, Jobs, JobState, Uncertain
 from gpuboard.scheduler.slurm.job_script import PAUSE_S, script
 from gpuboard.scheduler.slurm.service import outdate
-
-if TYPE_CHECKING:
-    from gpuboard.config import Settings
-    from gpuboard.scheduler.base import Scheduler
 
 _SETTLE_S = 5.0  # after an interrupt: for a running sbatch to return
 _CANCEL_S = 8.0  # after an interrupt: for the keeper to cancel the job

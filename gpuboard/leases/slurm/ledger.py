@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpuboard.agent.proc import user_name
+from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError, NoNodeReached, NoSuchLease
 from gpuboard.leases.ledger import (
     NO_OPTIONS,
@@ -27,9 +28,11 @@ from gpuboard.leases.slurm.lease import KIND, end, find, gpus_of, known_holder, 
 from gpuboard.leases.slurm.schedule import leases, schedule_of
 from gpuboard.leases.terms import stored_rank_map
 from gpuboard.model.lease import Lease, LeaseList
-from gpuboard.model.request import Choice, Refusal
+from gpuboard.model.request import Choice, Refusal, Request
+from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
+from gpuboard.scheduler.base import Scheduler
 from gpuboard.scheduler.slurm.client import Jobs, JobState
 from gpuboard.scheduler.slurm.sbatch_args import ask, job_name
 from gpuboard.scheduler.slurm.sbatch_args import lease_of as lease_named
@@ -37,12 +40,8 @@ from gpuboard.scheduler.slurm.sbatch_args import lease_of as lease_named
 if TYPE_CHECKING:
     from gpuboard.cluster.fleet import Fleet
     from gpuboard.cluster.inventory.nodes import Node
-    from gpuboard.config import Settings
     from gpuboard.leases.output.formats import Allocation
     from gpuboard.leases.slurm.allocator import SlurmAllocator
-    from gpuboard.model.request import Request
-    from gpuboard.model.snapshot import Snapshot
-    from gpuboard.scheduler.base import Scheduler
 
 SLURM = "Slurm"  # used in place of a node's name in messages and failures
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from gpuboard.errors import NoNodeReached
 from gpuboard.leases.claims.client import LONGEST_S
@@ -13,10 +12,8 @@ from gpuboard.model.schedule import Schedule, SchedulerJob
 from gpuboard.model.snapshot import GpuView, Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
+from gpuboard.scheduler.base import Scheduler
 from gpuboard.scheduler.slurm.sbatch_args import lease_of as lease_named
-
-if TYPE_CHECKING:
-    from gpuboard.scheduler.base import Scheduler
 
 _GONE = frozenset({"completing"})
 _PLACEHOLDER = "slurm-"  # prefix of the UUID of a GPU that has no reading
