@@ -25,6 +25,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+pytest_plugins = ["tests.integration.here"]  # the fixture `here`
 UNTRIED = pytest.StashKey[list[set[str]]]()  # of each process: the board's actions that its tests did not run
 
 # pytest-xdist sets COLUMNS in its workers; programs started by tests would use it as their own width.

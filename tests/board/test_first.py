@@ -21,11 +21,9 @@ from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
 from tests.board.lab import board, claims_folder, environment, make_core, screen
 from tests.board.pty_lab import Terminal, plain
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.nvml import GIB, Gpu
 from tests.waiting import until
-
-__all__ = ["here"]  # a fixture
 
 LEAVE_S = 1.0
 

@@ -15,10 +15,8 @@ import pytest
 from gpuboard.board.app import BoardApp
 from tests.board.lab import board, make_core, screen, settle
 from tests.board.pty_lab import Terminal, plain
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.waiting import until
-
-__all__ = ["here"]  # a fixture
 
 WRITE = {"x86_64": "1", "aarch64": "64"}[os.uname().machine]
 LEAVE_S = 1.0  # promised are 0.5 s; the machine that tests run on may be busy

@@ -21,10 +21,8 @@ from gpuboard.errors import GpuboardError
 from gpuboard.model.snapshot import NodeView
 from tests.board import lab, made
 from tests.board.pty_lab import Terminal
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.waiting import until
-
-__all__ = ["here"]  # a fixture
 
 HERE = (Node("lap", None),)
 NO_DRIVER = "NVML: no NVIDIA driver here (libnvidia-ml.so.1 not found)"

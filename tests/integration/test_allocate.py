@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from gpuboard.model.rankmap import RankMap, problems
-from tests.integration.here import Here, here  # noqa: F401
+from tests.integration.here import Here
 from tests.nvml import GIB, Gpu, Mig, write_script
 from tests.waiting import until
 
@@ -34,12 +34,12 @@ EVALUATE = {
 
 
 @pytest.fixture
-def _claims(here: Here) -> None:  # noqa: F811
+def _claims(here: Here) -> None:
     here.needs_claims()
 
 
 @contextmanager
-def shell(here: Here, name: str, *args: str) -> Iterator[tuple[int, dict[str, str], str]]:  # noqa: F811
+def shell(here: Here, name: str, *args: str) -> Iterator[tuple[int, dict[str, str], str]]:
     """Evaluate `gpuboard allocate` in a shell; yield the status of eval, the environment after it, and stderr.
 
     The shell lives until the block ends.
@@ -68,13 +68,13 @@ def shell(here: Here, name: str, *args: str) -> Iterator[tuple[int, dict[str, st
         process.communicate(timeout=60)
 
 
-def claims(here: Here) -> list[str]:  # noqa: F811
+def claims(here: Here) -> list[str]:
     """Return the names of the claim files."""
     return sorted(path.name for path in here.needs_claims().glob("gpuboard.*"))
 
 
 @pytest.mark.parametrize("name", EVALUATE)
-def test_every_shell_gets_its_gpus_and_loses_them_at_its_end(here: Here, name: str) -> None:  # noqa: F811
+def test_every_shell_gets_its_gpus_and_loses_them_at_its_end(here: Here, name: str) -> None:
     with shell(here, name, "--n", "2") as (code, found, errors):
         assert (code, found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == (0, "0,1", "PCI_BUS_ID"), errors
         assert found["GPUBOARD_NODES"] == os.uname().nodename.partition(".")[0]
@@ -93,7 +93,7 @@ WRONG = [(["--n", "two"], 2), ([], 2), (["--n", "1", "--format", "yaml"], 2), ([
     ("name", "args", "code"),
     [*((name, ["--n", "3"], 3) for name in EVALUATE), *(("sh", args, code) for args, code in WRONG)],
 )
-def test_every_shell_fails_closed(here: Here, name: str, args: list[str], code: int) -> None:  # noqa: F811
+def test_every_shell_fails_closed(here: Here, name: str, args: list[str], code: int) -> None:
     with shell(here, name, *args) as (returned, found, errors):
         assert (returned, found["CUDA_VISIBLE_DEVICES"]) == (code, "")
         assert "GPUBOARD_LEASE" not in found
@@ -101,7 +101,7 @@ def test_every_shell_fails_closed(here: Here, name: str, args: list[str], code: 
         assert claims(here) == []
 
 
-def test_an_import_error_fails_closed(here: Here, tmp_path: Path) -> None:  # noqa: F811
+def test_an_import_error_fails_closed(here: Here, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "msgspec.py").write_text("raise ImportError('no such thing')\n")
@@ -113,7 +113,7 @@ def test_an_import_error_fails_closed(here: Here, tmp_path: Path) -> None:  # no
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_wait_fails_closed_and_has_claimed_nothing(here: Here, number: int) -> None:  # noqa: F811
+def test_an_interrupted_wait_fails_closed_and_has_claimed_nothing(here: Here, number: int) -> None:
     here.gpus([Gpu(), Gpu(utilization=90)])
     with subprocess.Popen(
         here.command("allocate", "--n", "2", "--wait", "--format", "shell"),
@@ -129,7 +129,7 @@ def test_an_interrupted_wait_fails_closed_and_has_claimed_nothing(here: Here, nu
     )  # fmt: skip
 
 
-def test_waiting_ends_when_the_gpu_becomes_free(here: Here) -> None:  # noqa: F811
+def test_waiting_ends_when_the_gpu_becomes_free(here: Here) -> None:
     here.gpus([Gpu(utilization=90)])
     assert here.run("allocate", "--n", "1", "--wait", "1s").returncode == 4
     with subprocess.Popen(
@@ -143,7 +143,7 @@ def test_waiting_ends_when_the_gpu_becomes_free(here: Here) -> None:  # noqa: F8
     assert (process.returncode, out) == (0, f"{free[0].uuid}\n")
 
 
-def test_waiting_ends_with_the_process_it_is_for(here: Here) -> None:  # noqa: F811
+def test_waiting_ends_with_the_process_it_is_for(here: Here) -> None:
     here.gpus([Gpu(utilization=90)])
     with (
         subprocess.Popen(["sleep", "600"]) as script,
@@ -165,7 +165,7 @@ def test_waiting_ends_with_the_process_it_is_for(here: Here) -> None:  # noqa: F
     assert claims(here) == []
 
 
-def test_what_moves_in_after_the_claim_makes_us_take_the_next_set(here: Here) -> None:  # noqa: F811
+def test_what_moves_in_after_the_claim_makes_us_take_the_next_set(here: Here) -> None:
     stranger = here.folder / "stranger"
     write_script(stranger, [Gpu(used=3 * GIB, processes=(("compute", os.getpid(), 3 * GIB),)), Gpu()], seed=here.seed)
     claimed = here.needs_claims() / "gpuboard.GPU-*-000000000000.*"
@@ -176,7 +176,7 @@ def test_what_moves_in_after_the_claim_makes_us_take_the_next_set(here: Here) ->
     assert [name for name in claims(here) if "-000000000000." in name] == []
 
 
-def test_of_many_at_once_each_gpu_goes_to_one_and_refusals_are_true(here: Here) -> None:  # noqa: F811
+def test_of_many_at_once_each_gpu_goes_to_one_and_refusals_are_true(here: Here) -> None:
     here.gpus([Gpu()] * 4)
     many = [
         subprocess.Popen(
@@ -193,7 +193,7 @@ def test_of_many_at_once_each_gpu_goes_to_one_and_refusals_are_true(here: Here) 
         assert "lease" in answer or [gpu["state"] for gpu in answer["error"]["gpus"]] == ["reserved"] * 4
 
 
-def test_a_reader_that_has_gone_leaves_no_lease(here: Here) -> None:  # noqa: F811
+def test_a_reader_that_has_gone_leaves_no_lease(here: Here) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -205,7 +205,7 @@ def test_a_reader_that_has_gone_leaves_no_lease(here: Here) -> None:  # noqa: F8
     assert claims(here) == []
 
 
-def test_a_dry_run_explains_and_takes_nothing(here: Here) -> None:  # noqa: F811
+def test_a_dry_run_explains_and_takes_nothing(here: Here) -> None:
     here.gpus([Gpu(links=("1",)), Gpu(links=("0",)), Gpu(utilization=50)])
     done = here.run("allocate", "--n", "2", "--dry-run")
     name = os.uname().nodename.partition(".")[0]
@@ -217,7 +217,7 @@ def test_a_dry_run_explains_and_takes_nothing(here: Here) -> None:  # noqa: F811
     assert "try --n 2 or --wait" in refused.stderr
 
 
-def test_a_sick_gpu_is_taken_only_if_named_or_allowed_and_is_reported(here: Here) -> None:  # noqa: F811
+def test_a_sick_gpu_is_taken_only_if_named_or_allowed_and_is_reported(here: Here) -> None:
     here.gpus([Gpu(remap=(1, 0)), Gpu()])
     name = os.uname().nodename.partition(".")[0]
     assert [gpu["index"] for gpu in here.json("allocate", "--n", "1", "--dry-run", "--json")["gpus"]] == [1]
@@ -232,7 +232,7 @@ def test_a_sick_gpu_is_taken_only_if_named_or_allowed_and_is_reported(here: Here
     assert here.run("allocate", "--gpus", "0", "--dry-run").returncode == 0
 
 
-def test_a_mig_device_is_taken_by_the_name_that_status_prints(here: Here) -> None:  # noqa: F811
+def test_a_mig_device_is_taken_by_the_name_that_status_prints(here: Here) -> None:
     here.gpus([Gpu(), Gpu(mig=(Mig("MIG-a", "1g.10gb", 1), Mig("MIG-b", "1g.10gb", 2)))])
     name = os.uname().nodename.partition(".")[0]
     assert "1:1 1g.10gb free" in " ".join(here.run("status").stdout.split())
@@ -256,7 +256,7 @@ def test_a_mig_device_is_taken_by_the_name_that_status_prints(here: Here) -> Non
         (["env", "--format", "json"], 2),
     ],
 )
-def test_every_refusal_is_json_for_who_asked_for_it(here: Here, args: list[str], code: int) -> None:  # noqa: F811
+def test_every_refusal_is_json_for_who_asked_for_it(here: Here, args: list[str], code: int) -> None:
     here.gpus([Gpu()])
     done = here.run(*args)
     answer = json.loads(done.stdout)
@@ -265,7 +265,7 @@ def test_every_refusal_is_json_for_who_asked_for_it(here: Here, args: list[str],
     assert (done.returncode, answer["error"]["code"]) == (code, code)
 
 
-def test_a_detached_lease_needs_an_end_and_has_no_holder(here: Here) -> None:  # noqa: F811
+def test_a_detached_lease_needs_an_end_and_has_no_holder(here: Here) -> None:
     assert here.run("allocate", "--n", "1", "--detach").returncode == 2
     got = here.json("allocate", "--n", "1", "--detach", "--for", "1h", "--format", "json", "--purpose", "night")[
         "lease"
@@ -276,7 +276,7 @@ def test_a_detached_lease_needs_an_end_and_has_no_holder(here: Here) -> None:  #
     assert (too_long.returncode, "max_lease = 24h" in too_long.stderr) == (2, True)
 
 
-def test_env_gives_a_lease_again_and_fails_closed(here: Here) -> None:  # noqa: F811
+def test_env_gives_a_lease_again_and_fails_closed(here: Here) -> None:
     holder = str(os.getpid())
     first = here.run("allocate", "--n", "2", "--holder", holder, "--format", "shell").stdout
     lease = first.partition("GPUBOARD_LEASE='")[2].partition("'")[0]
@@ -286,7 +286,7 @@ def test_env_gives_a_lease_again_and_fails_closed(here: Here) -> None:  # noqa: 
 
 
 @pytest.mark.parametrize(("asked", "order"), [(["--n", "3"], "0,1,2"), (["--gpus", "2,0,3"], "2,0,3")])
-def test_env_keeps_the_order_of_the_ranks(here: Here, asked: list[str], order: str) -> None:  # noqa: F811
+def test_env_keeps_the_order_of_the_ranks(here: Here, asked: list[str], order: str) -> None:
     here.gpus([Gpu(uuid=f"GPU-{9 - index}0000000-0000-0000-0000-000000000000") for index in range(4)])
     first = here.json("allocate", *asked, "--holder", str(os.getpid()), "--format", "json")
     file = Path(first["rank_map_file"])
@@ -298,7 +298,7 @@ def test_env_keeps_the_order_of_the_ranks(here: Here, asked: list[str], order: s
         assert here.json("env", first["lease"]["id"], "--json")["rank_map"] == first["rank_map"]
 
 
-def test_open_mpi_takes_hostfile_and_rankfile(here: Here, tmp_path: Path) -> None:  # noqa: F811
+def test_open_mpi_takes_hostfile_and_rankfile(here: Here, tmp_path: Path) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed")
     files = []
@@ -312,7 +312,7 @@ def test_open_mpi_takes_hostfile_and_rankfile(here: Here, tmp_path: Path) -> Non
     assert (done.stdout, done.returncode) == ("here\n", 0), done.stderr
 
 
-def test_on_a_node_of_the_inventory_only_that_node_is_considered(here: Here) -> None:  # noqa: F811
+def test_on_a_node_of_the_inventory_only_that_node_is_considered(here: Here) -> None:
     name = os.uname().nodename.partition(".")[0]
     here.config(f'nodes = ["{name}", "elsewhere"]\n')
     got = here.json("allocate", "--n", "2", "--format", "json", "--holder", str(os.getpid()))
@@ -333,7 +333,7 @@ def test_on_a_node_of_the_inventory_only_that_node_is_considered(here: Here) -> 
         "launch --n 1 x.py",
     ],
 )
-def test_a_machine_without_gpus_and_nodes_says_how_to_name_them(here: Here, command: str) -> None:  # noqa: F811
+def test_a_machine_without_gpus_and_nodes_says_how_to_name_them(here: Here, command: str) -> None:
     done = here.run(*command.split(), LD_LIBRARY_PATH="")
     assert done.returncode == 3, done.stderr
     assert "no GPU on this machine" in done.stderr
@@ -343,7 +343,7 @@ def test_a_machine_without_gpus_and_nodes_says_how_to_name_them(here: Here, comm
     assert "--wait" not in done.stderr
 
 
-def test_a_driver_that_is_gone_from_a_configured_node_may_come_back(here: Here) -> None:  # noqa: F811
+def test_a_driver_that_is_gone_from_a_configured_node_may_come_back(here: Here) -> None:
     here.config('nodes = ["localhost"]\n')
     done = here.run("allocate", "--n", "1", LD_LIBRARY_PATH="")
     assert done.returncode == 4, done.stderr

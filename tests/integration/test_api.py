@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpuboard.model.text import clean
-from tests.integration.here import Here, here  # noqa: F401
+from tests.integration.here import Here
 from tests.integration.test_allocate import claims
 from tests.nodes import Cluster
 from tests.waiting import until
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.usefixtures("_claims")
 
 
 @pytest.fixture
-def _claims(here: Here) -> None:  # noqa: F811
+def _claims(here: Here) -> None:
     here.needs_claims()
 
 
-def python(here: Here, script: str) -> list[object]:  # noqa: F811
+def python(here: Here, script: str) -> list[object]:
     """Run a script and return the JSON values that it printed, one per line."""
     done = subprocess.run(
         [sys.executable, "-c", f"import json, os, gpuboard\ndef say(x): print(json.dumps(x), flush=True)\n{script}"],
@@ -34,7 +34,7 @@ def python(here: Here, script: str) -> list[object]:  # noqa: F811
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_block_has_its_gpus_and_releases_them(here: Here) -> None:  # noqa: F811
+def test_block_has_its_gpus_and_releases_them(here: Here) -> None:
     values = python(
         here,
         """
@@ -52,7 +52,7 @@ say([gpu.state for gpu in gpuboard.status().nodes[0].gpus])
     assert values == [[[0], "0", True], ["reserved", "free"], [1, "sweep"], ["before", False], ["free", "free"]]
 
 
-def test_exception_in_the_block_and_process_end_release_the_gpus(here: Here) -> None:  # noqa: F811
+def test_exception_in_the_block_and_process_end_release_the_gpus(here: Here) -> None:
     values = python(
         here,
         """
@@ -70,14 +70,14 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("purpose", ["\x1b[31mred", "\ud800lost", "x" * 600])
-def test_purpose_may_be_any_text(here: Here, purpose: str) -> None:  # noqa: F811
+def test_purpose_may_be_any_text(here: Here, purpose: str) -> None:
     [value] = python(
         here, f"with gpuboard.lease(n=1, purpose={purpose!a}) as lease: say(lease.allocation.lease.purpose)"
     )
     assert value == clean(purpose, 200)
 
 
-def test_refusals_and_misuse_raise_exceptions_with_reasons(here: Here) -> None:  # noqa: F811
+def test_refusals_and_misuse_raise_exceptions_with_reasons(here: Here) -> None:
     values = python(
         here,
         """

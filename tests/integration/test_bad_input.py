@@ -24,12 +24,10 @@ from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.state import Thresholds
 from gpuboard.model.text import clean
-from tests.integration.here import Here, Measured, here
+from tests.integration.here import Here, Measured
 from tests.nodes import Cluster
 from tests.nvml import GIB, Gpu
 from tests.waiting import read_line
-
-__all__ = ["here"]
 
 KINDS = frozenset(
     """

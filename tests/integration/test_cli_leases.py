@@ -10,11 +10,9 @@ import signal
 import subprocess
 from datetime import datetime
 
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.nvml import Gpu
 from tests.waiting import until
-
-__all__ = ["here"]
 
 
 def take(here: Here, *args: str) -> str:

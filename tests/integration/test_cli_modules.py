@@ -8,9 +8,7 @@ import sys
 
 import pytest
 
-from tests.integration.here import Here, here
-
-__all__ = ["here"]
+from tests.integration.here import Here
 
 HEAVY = {
     "textual", "torch", "asyncio", "asyncssh", "paramiko", "click", "ClusterShell", "platformdirs", "pynvml",

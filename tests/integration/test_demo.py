@@ -18,10 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.nodes import Cluster
-
-__all__ = ["here"]
 
 ROOT = Path(__file__).parents[2]
 NOT_PYTHON = {"gpuboard/py.typed"}

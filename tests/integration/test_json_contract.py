@@ -12,9 +12,7 @@ import pytest
 from gpuboard.cluster.inventory.file import VARIABLE, write_nodes
 from gpuboard.cluster.simulated import living_nodes
 from gpuboard.model.text import clean
-from tests.integration.here import Here, here
-
-__all__ = ["here"]
+from tests.integration.here import Here
 
 LEASE_GPU = "node index uuid share"
 LEASE = "id owner uid host gpus from until holder purpose job flags"

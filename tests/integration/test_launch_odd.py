@@ -18,15 +18,13 @@ from gpuboard.launch.runs import folder as run_folder
 from gpuboard.launch.runs.folder import RunFolder
 from gpuboard.leases.rank_map import rank_map as rank_map_of
 from gpuboard.model.request import ChosenGpu
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.integration.launch_lab import SLEEP, STUBBORN, Launch, parent, write_torch
 from tests.integration.ranks_driver import wait_gone
 from tests.nvml import Gpu, write_script
 from tests.sshd import SSHD, Sshd
 from tests.unit.test_runs import view
 from tests.waiting import until
-
-__all__ = ["here"]
 
 # Ranks that run on for a second after SIGTERM
 SLOW = """

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.nodes import Cluster
 from tests.nvml import GIB, Gpu
-
-__all__ = ["here"]
 
 
 @pytest.fixture

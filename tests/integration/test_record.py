@@ -7,11 +7,9 @@ import os
 import signal
 from pathlib import Path
 
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.nvml import GIB, Gpu
 from tests.waiting import until
-
-__all__ = ["here"]
 
 
 def test_a_recording_has_what_status_had(here: Here, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpuboard.leases.remote_exec import local_command
-from tests.integration.here import Here, here  # noqa: F401
+from tests.integration.here import Here
 from tests.integration.test_allocate import claims
 from tests.waiting import Stopwatch, alive, read_line, until
 
@@ -25,18 +25,18 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def _claims(here: Here) -> None:  # noqa: F811
+def _claims(here: Here) -> None:
     here.needs_claims()
 
 
-def start(here: Here, *argv: str) -> subprocess.Popen[str]:  # noqa: F811
+def start(here: Here, *argv: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         here.command("run", "--n", "1", "--", *argv),
         env=here.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
 
 
-def test_command_sees_its_gpus_and_run_exits_with_its_code(here: Here, tmp_path: Path) -> None:  # noqa: F811
+def test_command_sees_its_gpus_and_run_exits_with_its_code(here: Here, tmp_path: Path) -> None:
     status = tmp_path / "status.json"
     done = here.run("run", "--n", "2", "--status-file", str(status), "--",
                     "sh", "-c", "echo $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER; pwd; exit 7")  # fmt: skip
@@ -46,7 +46,7 @@ def test_command_sees_its_gpus_and_run_exits_with_its_code(here: Here, tmp_path:
     assert (outcome["exit_code"], outcome["started"], [gpu["index"] for gpu in outcome["gpus"]]) == (7, True, [0, 1])
 
 
-def test_exit_codes_of_signals_missing_commands_and_refusals(here: Here, tmp_path: Path) -> None:  # noqa: F811
+def test_exit_codes_of_signals_missing_commands_and_refusals(here: Here, tmp_path: Path) -> None:
     assert here.run("run", "--n", "1", "--", "sh", "-c", "kill -SEGV $$").returncode == 128 + signal.SIGSEGV
     assert here.run("run", "--n", "1", "--", "/no/such/command").returncode == 127
     assert here.run("run", "--n", "1").returncode == 2
@@ -60,7 +60,7 @@ def test_exit_codes_of_signals_missing_commands_and_refusals(here: Here, tmp_pat
     )
 
 
-def test_signals_reach_the_command_and_the_lease_ends(here: Here) -> None:  # noqa: F811
+def test_signals_reach_the_command_and_the_lease_ends(here: Here) -> None:
     with start(here, "sh", "-c", "trap 'echo told; exit 5' TERM; echo up; while :; do sleep 0.1; done") as process:
         assert read_line(process) == "up\n"
         process.send_signal(signal.SIGTERM)
@@ -69,7 +69,7 @@ def test_signals_reach_the_command_and_the_lease_ends(here: Here) -> None:  # no
     assert claims(here) == []
 
 
-def test_killing_gpuboard_ends_the_command_and_the_lease(here: Here) -> None:  # noqa: F811
+def test_killing_gpuboard_ends_the_command_and_the_lease(here: Here) -> None:
     with start(
         here, "sh", "-c", "setsid sleep 300 & echo $! $$; trap '' TERM HUP; while :; do sleep 0.1; done"
     ) as process:
@@ -98,13 +98,13 @@ os.posix_spawn("/bin/sh", ["sh", "-c", 'read line < late; exec "$@"', "sh", *run
     assert not (tmp_path / "started").exists()
 
 
-def test_leftover_processes_are_killed_and_reported(here: Here) -> None:  # noqa: F811
+def test_leftover_processes_are_killed_and_reported(here: Here) -> None:
     done = here.run("run", "--n", "1", "--", "sh", "-c", "setsid sleep 300 >/dev/null 2>&1 & echo $!")
     assert not alive(int(done.stdout))
     assert "ended 1 process that the command left running" in done.stderr
 
 
-def test_helper_that_ends_with_the_command_is_not_reported(here: Here, tmp_path: Path) -> None:  # noqa: F811
+def test_helper_that_ends_with_the_command_is_not_reported(here: Here, tmp_path: Path) -> None:
     fifo = tmp_path / "life"
     os.mkfifo(fifo)  # the helper gets end-of-file from the command, then exits slowly, as interpreters do
     helper = f"import time; open({str(fifo)!r}).read(); time.sleep(0.05); print('ended by itself')"
@@ -113,7 +113,7 @@ def test_helper_that_ends_with_the_command_is_not_reported(here: Here, tmp_path:
     assert (done.returncode, done.stdout, done.stderr) == (3, "ended by itself\n", "")
 
 
-def test_command_has_the_terminal_and_ctrl_c_ends_it(here: Here) -> None:  # noqa: F811
+def test_command_has_the_terminal_and_ctrl_c_ends_it(here: Here) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
@@ -129,7 +129,7 @@ def test_command_has_the_terminal_and_ctrl_c_ends_it(here: Here) -> None:  # noq
     until(lambda: not claims(here), "the claim lives on")
 
 
-def test_ctrl_z_suspends_and_fg_resumes(here: Here) -> None:  # noqa: F811
+def test_ctrl_z_suspends_and_fg_resumes(here: Here) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
@@ -155,7 +155,7 @@ def test_ctrl_z_suspends_and_fg_resumes(here: Here) -> None:  # noqa: F811
     until(lambda: not claims(here), "the claim lives on")
 
 
-def test_removed_working_directory_is_reported_and_nothing_reserved(here: Here, tmp_path: Path) -> None:  # noqa: F811
+def test_removed_working_directory_is_reported_and_nothing_reserved(here: Here, tmp_path: Path) -> None:
     for asked in ("run --n 1 -- pwd", "allocate --n 1 --rank-map map.json"):
         command = " ".join(here.command(*asked.split()))
         script = f"mkdir '{tmp_path}/gone'; cd '{tmp_path}/gone'; rmdir '{tmp_path}/gone'; exec {command}"

@@ -14,12 +14,10 @@ from textual.color import Color
 from gpuboard.board.theme import themes
 from tests.integration import chromium
 from tests.integration.chromium import Browser
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.integration.serving import Serving
 from tests.nvml import GIB, Gpu
 from tests.waiting import until
-
-__all__ = ["here"]
 
 
 @pytest.fixture

@@ -19,12 +19,9 @@ import pytest
 from gpuboard.board.web.auth import COOKIE, RequestGuard, new_token
 from gpuboard.board.web.listen import listen
 from gpuboard.board.web.server import MOST_BOARDS, Server
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.integration.serving import Serving
 from tests.waiting import Stopwatch, alive, until
-
-__all__ = ["here"]
-
 
 Visit = Callable[[aiohttp.ClientSession, str, str], Awaitable[None]]  # of base and page
 

@@ -15,11 +15,9 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.nvml import GIB, Gpu, Mig
 from tests.waiting import read_line
-
-__all__ = ["here"]
 
 
 def test_json_has_the_values_of_nvml(here: Here) -> None:

@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.integration.here import Here, Measured, here
+from tests.integration.here import Here, Measured
 from tests.integration.test_bad_input import MAP, check_no_gpu_given
 from tests.nvml import Gpu
-
-__all__ = ["here"]
 
 PEAK = 100_000_000  # bytes; Python with our imports takes half of it
 SECONDS = 3.0  # of CPU time: 0.2 to 0.9 where nothing else runs, more where caches are shared

@@ -16,11 +16,9 @@ import pytest
 
 from gpuboard.board.web.auth import COOKIE
 from gpuboard.board.web.clients import Log
-from tests.integration.here import Here, here
+from tests.integration.here import Here
 from tests.integration.serving import Serving
 from tests.waiting import until
-
-__all__ = ["here"]
 
 FILES = 256  # open files that the server may have
 FLOOD = 400  # connections of a kind, well above that
