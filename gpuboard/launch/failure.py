@@ -346,7 +346,8 @@ class FailureWatch:
         hint = f"its standard input is /dev/null; --stdin {event.rank} passes this terminal on to it" if asked else ""
         symptom = symptom_of(f"{event.type}: {event.message} {event.note}")
         hint = "" if event.rank == self._stdin_rank else hint
-        if tip := advice(f"{event.type}: {event.message}"):
+        # An exception while another one is handled is often a consequence of it.
+        if tip := advice(event.note) or advice(f"{event.type}: {event.message}"):
             hint = f"→ {tip}"
         node = self.ranks[event.rank].node
         origin = f"{clean(event.type)}{place}" if event.file else ""

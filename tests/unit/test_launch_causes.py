@@ -23,6 +23,13 @@ RuntimeError:\x20
         An attempt has been made to start a new process before the
         current process has finished its bootstrapping phase.
 """
+SPAWNED = """
+W1123 22:20:16.7 13766 torch/multiprocessing/spawn.py:165] Terminating process 13942 via signal SIGTERM
+Traceback (most recent call last):
+  File "/exp/train.py", line 12, in <module>
+    mp.spawn(f, nprocs=2)
+torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with exit code 1
+"""
 TRACKER = """
 /usr/lib/python3.12/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked
   warnings.warn('resource_tracker: There appear to be %d '
@@ -122,6 +129,8 @@ def test_the_error_that_explains_the_newest_one() -> None:
     lines = [line for line in CHILD.splitlines() if line.strip()]
     assert root_error(lines) == "last error on stderr: KeyError: 'vocab' at /exp/prepare.py:8"
     assert root_error(["no such file", *lines[5:]]) == "last error on stderr: no such file"
+    spawned = [*GUARD.splitlines()[1:], *SPAWNED.splitlines()[1:]]
+    assert root_error(spawned) == evidence(GUARD.splitlines()[1:])
     launched = [line for line in TORCHRUN.splitlines() if line.strip()]
     assert root_error(launched) == "last error on stderr: ValueError: batch of size 0 at /exp/child.py:8"
     worker = [
@@ -144,6 +153,9 @@ def test_the_error_that_explains_the_newest_one() -> None:
         ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", "quota"),
         ("RuntimeError: [enforce fail at /pytorch/gloo/context.cc:23] rank < size. 1 vs 1", "WORLD_SIZE"),
         ("OSError: [Errno 98] Address already in use", "MASTER_PORT"),
+        ("RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting", "GLOO_SOCKET_IFNAME"),
+        ("AssertionError: Process group cannot be None", "is_initialized()"),
+        ("RuntimeError: context has already been set", "set_start_method"),
         ("RuntimeError:\n before the\n current process has finished its bootstrapping phase.", "__main__"),
         ("ValueError: invalid literal for int() with base 10: 'x'", ""),
     ],

@@ -159,6 +159,9 @@ def test_a_lost_connection_among_processes_of_the_rank_gives_way_to_its_reason()
 def test_what_to_try_follows_the_cause() -> None:
     failed = feed(watch(), Raised(1, "RuntimeError", "CUDA error: invalid device ordinal", "/exp/train.py", 4))
     assert failed.messages[1] == "  → the number of a rank's GPU is LOCAL_RANK, not RANK"
+    handling = "while handling RuntimeError: Distributed package doesn't have NCCL built in at /exp/train.py:3"
+    twice = Raised(1, "AssertionError", "Process group cannot be None", "/exp/train.py", 6, note=handling)
+    assert feed(watch(), twice).messages[1].startswith("  → install a torch with CUDA")
 
 
 def test_the_last_line_of_output_is_evidence_where_there_is_no_other() -> None:
@@ -222,6 +225,7 @@ def test_a_rank_that_ends_with_0_while_others_lose_their_connection_to_it_is_the
         "rank 1 (gpu01:3) ended with exit code 0 in the middle of training; ranks 0,2 lost the connection to it"
     )
     assert (failed.cause and failed.cause.rank, failed.exit_code()) == (1, 1)
+    assert "uneven inputs" in failed.messages[2]
     swallowed = watch()
     swallowed.note_output(1, "", "last line on stderr: bad batch 'label 17'")
     assert (

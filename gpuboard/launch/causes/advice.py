@@ -28,6 +28,24 @@ _ADVICE = [
         "leave MASTER_PORT as it is; a server in the script needs another port for each rank of a node",
     ),
     (
+        r"connectFullMesh failed",
+        "the ranks cannot reach the addresses that they chose: remove GLOO_SOCKET_IFNAME, which launch sets to the "
+        "interface between the nodes; `gpuboard doctor --rank-map` tests the connections",
+    ),
+    (
+        r"doesn't have NCCL built in",
+        "install a torch with CUDA, or use the backend gloo with --device cpu",
+    ),
+    (
+        r"Process group cannot be None",
+        "destroy_process_group() was called twice, or without a group: call it once, if "
+        "torch.distributed.is_initialized()",
+    ),
+    (
+        r"context has already been set",
+        "call multiprocessing.set_start_method() once, below `if __name__ == '__main__':`; mp.spawn needs no call",
+    ),
+    (
         r"Expected to have finished reduction in the prior iteration",
         "use every parameter in each step, or pass find_unused_parameters=True to DistributedDataParallel",
     ),
@@ -39,7 +57,6 @@ _ADVICE = [
         r"insufficient shared memory|unexpected bus error|out of shared memory",
         "fewer DataLoader workers, or a larger /dev/shm (docker: --shm-size)",
     ),
-    (r"doesn't have NCCL built in", "install a torch with CUDA, or use the backend gloo with --device cpu"),
     (
         r"before the\s+current process has finished its bootstrapping",
         "put the start of the script below `if __name__ == '__main__':`",

@@ -11,6 +11,7 @@ import msgspec
 from gpuboard.launch.causes.cause import Cause, FailureKind
 from gpuboard.launch.causes.models import different_models
 from gpuboard.launch.runs.folder import RankView
+from gpuboard.launch.stalls.verdict import UNEVEN_INPUTS
 from gpuboard.launch.stalls.waits import rank_words
 from gpuboard.launch.stalls.words import is_warning
 from gpuboard.model.text import clean
@@ -61,10 +62,15 @@ def among_effects(failures: Failures) -> Cause:
     others = rank_words([c.rank for c in failures.candidates if c.rank is not None])
     who, them = (failures.where(rank), "it") if len(gone) == 1 else (rank_words(gone), "them")
     text = f"{who} ended with exit code 0 in the middle of training; {others} lost the connection to {them}"
+    evidence = first.text
     last = re.sub(r"^last (line|error) on stderr: ", "", clean(failures.last_errors.get(rank, ""), 200))
     if last and len(gone) == 1 and not is_warning(last):  # maybe an error that the script has swallowed
         text += f"; its last line on stderr: {last}"
-    return msgspec.structs.replace(_blaming(failures, "exit", gone, text, first), symptom="own", at=at)
+    else:
+        evidence += f"\n→ {UNEVEN_INPUTS}"
+    return msgspec.structs.replace(
+        _blaming(failures, "exit", gone, text, first), evidence=evidence, symptom="own", at=at
+    )
 
 
 def _from_torch(cause: Cause) -> bool:

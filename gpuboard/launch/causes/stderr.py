@@ -32,6 +32,8 @@ _TORCHRUN = re.compile(r"[/ ]torch/distributed/elastic/")  # its log messages, o
 CHILD_FAILED = (
     "subprocess.CalledProcessError:",
     "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
+    "torch.multiprocessing.spawn.ProcessExitedException:",
+    "concurrent.futures.process.BrokenProcessPool:",
     "RuntimeError: DataLoader worker (pid",
 )
 _ERROR = re.compile(

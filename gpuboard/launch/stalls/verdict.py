@@ -43,6 +43,10 @@ StallKind = Literal[
     "stall-absent", "stall-stopped", "stall-ended", "stall-behind", "stall-mismatch", "stall-network", "stall-idle"
 ]
 
+UNEVEN_INPUTS = (
+    "the ranks run different numbers of steps (uneven inputs?): use drop_last=True, "
+    "torch.distributed.algorithms.Join, or the same number of steps on every rank"
+)
 _MATCHING = "every recv needs a send by the other rank, which must not wait itself: change the order on one of them"
 
 
@@ -254,8 +258,7 @@ def _behind(ones: list[Activity], waits: Mapping[int, frozenset[int]], activitie
             _suspect(ended),
             f"for {ranks_label(ended)}, which {how} and {verb} part in no further collective"
             f"{waiting(waits, activities)}",
-            "the ranks run different numbers of steps (uneven inputs?): use drop_last=True, "
-            "torch.distributed.algorithms.Join, or the same number of steps on every rank",
+            UNEVEN_INPUTS,
             sure=True,
         )
     absent = [one for one in ones if activities_in_init(waits, activities) and not one.status.joined]
