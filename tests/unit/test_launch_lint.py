@@ -155,6 +155,38 @@ WARNED = [
         """,
         {"own spawning": "train.py:7 calls mp.spawn"},
     ),
+    (
+        """
+        def run(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+        if __name__ == "__main__":
+            for rank in range(2):
+                mp.Process(target=run, args=(rank, 2)).start()
+        """,
+        {"own spawning": "train.py:5 starts processes that call init_process_group"},
+    ),
+    (
+        """
+        def setup(rank, world_size):
+            torch.cuda.set_device(rank)
+        def main(rank):
+            setup(rank, 2)
+            return torch.device(f"cuda:{rank}")
+        main(int(os.environ["RANK"]))
+        """,
+        {"RANK as device": "train.py:2 uses RANK as the number of a GPU, train.py:5 uses RANK as the number of a GPU"},
+    ),
+    (
+        """
+        class Net(nn.Module):
+            def forward(self, x):
+                try:
+                    return self.layer(x)
+                except Exception:
+                    return torch.zeros_like(x)
+        """,
+        {"except in forward": "train.py:5 handles every error inside forward and goes on"},
+    ),
 ]
 
 
@@ -188,6 +220,26 @@ CORRECT = {
         rank = int(os.environ["RANK"])
         def main(rank):
             torch.cuda.set_device(rank)
+    """,
+    "a parameter that may be another number than RANK, or is changed": """
+        def setup(rank):
+            torch.cuda.set_device(rank)
+        def local(rank):
+            rank = rank % torch.cuda.device_count()
+            torch.cuda.set_device(rank)
+        def started(rank):
+            torch.cuda.set_device(rank)
+        setup(int(os.environ["RANK"]))
+        setup(int(os.environ["LOCAL_RANK"]))
+        local(int(os.environ["RANK"]))
+        started(int(os.environ["RANK"]))
+        print(started)
+    """,
+    "processes that are no ranks": """
+        def load(queue):
+            queue.put(1)
+        if __name__ == "__main__":
+            mp.Process(target=load, args=(None,)).start()
     """,
     "a default port": """
         os.environ.setdefault("MASTER_PORT", "29500")

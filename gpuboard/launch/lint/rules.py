@@ -30,6 +30,11 @@ _COLLECTIVES = {
                  "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
                  "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
 }  # fmt: skip
+_CONSTANTS = {
+    f"torch.{name}{like}"
+    for name in ("zeros", "ones", "empty", "full", "rand", "randn", "tensor")
+    for like in ("", "_like")
+}  # fmt: skip
 _FIXED_URL = re.compile(r"tcp://.*:\d+/?$")
 _LOSS = re.compile(r"(^|[._])loss(es)?$", re.IGNORECASE)
 
@@ -148,6 +153,8 @@ def _rank_as_device(tree: ScriptTree) -> Found:
             return (scope, name) in ranks or ((None, name) in ranks and not binds(scope, name))
         return _from_rank(tree, node)
 
+    while more := set(_rank_parameters(tree, is_rank)) - ranks:
+        ranks |= more
     for call, name in tree.calls:
         method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         device: ast.expr | None = None
@@ -183,6 +190,24 @@ def _rank_variables(tree: ScriptTree) -> set[tuple[ast.AST | None, str]]:
                 key = (None if isinstance(target, ast.Attribute) else tree.function(node), name)
                 found[key] = found.get(key, True) and value is not None and _from_rank(tree, value)
     return {key for key, is_rank in found.items() if is_rank}
+
+
+def _rank_parameters(
+    tree: ScriptTree, is_rank: Callable[[ast.expr | None], bool]
+) -> Iterator[tuple[ast.AST | None, str]]:
+    """Yield the parameters that are RANK in every call of their function, which nothing but calls uses."""
+    called: dict[str, list[ast.Call]] = {}
+    for call, name in tree.calls:
+        called.setdefault(name, []).append(call)
+    for name, function in tree.functions.items():
+        calls = called.get(name, [])
+        if not calls or len(calls) != len(tree.uses.get(name, [])):
+            continue
+        names = (node for node in ast.walk(function) if isinstance(node, ast.Name))
+        changed = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        for at, parameter in enumerate(function.args.args):
+            if parameter.arg not in changed and all(is_rank(argument(call, parameter.arg, at)) for call in calls):
+                yield function, parameter.arg
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr | None]]:
@@ -277,7 +302,8 @@ def _swallowed_forward(tree: ScriptTree) -> Found:
             continue
         handler = tree.swallows(node.handlers)
         last = handler.body[-1] if handler else None
-        computed = isinstance(last, ast.Return) and isinstance(last.value, ast.Call)  # in another way
+        found = last.value if isinstance(last, ast.Return) else None
+        computed = isinstance(found, ast.Call) and tree.name(found.func) not in _CONSTANTS  # in another way
         if handler and not computed:
             yield handler.lineno, "handles every error inside forward and goes on"
 
@@ -300,15 +326,21 @@ def _unguarded(tree: ScriptTree) -> Found:
 
 
 def _own_spawning(tree: ScriptTree) -> Found:
-    """An mp.spawn under an option or another test, which may be for other ways to start the script, does not count."""
+    """Under an option or another test, which may be for other ways to start the script, it does not count."""
     if any(isinstance(node, ast.Constant) and node.value == "LOCAL_RANK" for node in tree.nodes):
         return  # for launchers too
     for call, name in tree.calls:
-        if name not in _SPAWN or tree.depends_on_launcher(call):
+        joins = name in _PROCESSES and _calls_init(tree, argument(call, "target", 1))
+        if (name not in _SPAWN and not joins) or tree.depends_on_launcher(call):
             continue
         tests = [one.test for one in tree.above(call) if isinstance(one, ast.If)]
         if all(_about_count(tree, test) for test in tests):
-            yield call.lineno, "calls mp.spawn"
+            yield call.lineno, "starts processes that call init_process_group" if joins else "calls mp.spawn"
+
+
+def _calls_init(tree: ScriptTree, target: ast.expr | None) -> bool:
+    function = tree.functions.get(tree.name(target)) if target is not None else None
+    return any(name == _INIT and tree.function(call) is function for call, name in tree.calls if function is not None)
 
 
 def _about_count(tree: ScriptTree, test: ast.expr) -> bool:

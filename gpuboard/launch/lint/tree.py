@@ -99,6 +99,16 @@ class ScriptTree:
         return False
 
     @cached_property
+    def functions(self) -> dict[str, Function]:
+        """The functions at module level, by name."""
+        return {
+            node.name: node
+            for node in self.nodes
+            if isinstance(node, Function)
+            and not any(isinstance(one, (ast.ClassDef, *_FUNCTIONS)) for one in self.above(node))
+        }
+
+    @cached_property
     def uses(self) -> dict[str, list[ast.Name]]:
         """Where each name is used."""
         found: dict[str, list[ast.Name]] = {}
@@ -152,9 +162,6 @@ class ScriptTree:
 
     @cached_property
     def _called_at_import(self) -> set[ast.AST | None]:
-        functions = {
-            node.name: node for node in self.nodes if isinstance(node, Function) and self.function(node) is None
-        }
         calls: dict[ast.AST | None, list[str]] = {}  # in a function; None: at module level
         for call, name in self.calls:
             where = self.function(call)
@@ -164,7 +171,7 @@ class ScriptTree:
         todo: list[ast.AST | None] = [None]
         while todo:
             for name in calls.get(todo.pop(), ()):
-                called = functions.get(name)
+                called = self.functions.get(name)
                 if called is not None and called not in found:
                     found.add(called)
                     todo.append(called)
