@@ -235,6 +235,39 @@ def test_a_name_that_is_loopback_on_its_own_node_is_the_cause() -> None:
     )
 
 
+def test_a_name_that_resolves_to_another_machine_is_the_cause() -> None:
+    first = msgspec.structs.replace(FACTS, resolves={"head": ["10.0.0.1"]})
+    dropped = ProbeResult("gpu01", "head", 29500, "dropped")
+    for found, words in (["10.0.0.9"], "10.0.0.9"), ([], "nothing"):
+        second = msgspec.structs.replace(FACTS2, resolves={"head": found})
+        both = {"gpu01": first, "gpu02": second}
+        [check] = failed(
+            preflight(MAP, "head", "cuda", answers(facts=both, probes={"gpu01": [OK1], "gpu02": [dropped]}))
+        )
+        assert check.cause == f"on gpu02 that name resolves to {words}, not to an address of gpu01"
+        assert check.remedy == "set master_addr in the rank map to an IP address: 10.0.0.1"
+
+
+def test_a_port_that_cannot_be_bound_is_not_a_matter_of_the_address() -> None:
+    denied = failure(CallFailed("root-port", "cannot listen on 10.0.0.1 port 80: Permission denied", Detail()))
+    assert only(problems(answers(listen=denied))).remedy.startswith("set master_port to 0")
+
+
+def test_an_interface_with_the_same_address_on_every_node_fails() -> None:
+    docker = {"docker0": ["172.17.0.1", "fe80::2"]}
+    chosen = {"GLOO_SOCKET_IFNAME": "docker0"}
+    both = {
+        name: msgspec.structs.replace(seen, addresses=seen.addresses | docker, socket_ifname=chosen)
+        for name, seen in (("gpu01", FACTS), ("gpu02", FACTS2))
+    }
+    found = problems(answers(facts=both), "cpu")
+    assert [(check.name, check.node, check.status) for check in found] == [
+        ("interface", "gpu01", "fail"),
+        ("interface", "gpu02", "fail"),
+    ]
+    assert "172.17.0.1 is an address of other nodes too" in found[0].cause
+
+
 def test_the_interface_is_the_one_of_the_address_or_of_the_route() -> None:
     assert interfaces("10.0.0.1", "gpu01", answers()) == {"gpu01": "eth0", "gpu02": "ib0"}
     assert interfaces("127.0.0.1", "gpu01", answers(probes={})) == {"gpu01": "lo"}

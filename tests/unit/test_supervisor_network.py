@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +154,21 @@ def test_an_address_of_another_node() -> None:
     with pytest.raises(CallRefused) as refused:
         network.listen("no-such-host.invalid", 0)
     assert refused.value.kind == "address"
+
+
+def test_a_port_of_root() -> None:
+    if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) < 2:
+        pytest.skip("every user may listen on port 1 here")
+    child = os.fork()
+    if not child:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        try:
+            network.listen("127.0.0.1", 1)
+        except CallRefused as refused:
+            os._exit(42 if refused.kind == "root-port" else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
 
 
 def test_addresses_by_interface() -> None:

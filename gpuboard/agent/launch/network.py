@@ -52,7 +52,8 @@ def listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRNOTAVAIL:
             known = ", ".join(ip for ips in addresses().values() for ip in ips)
             raise CallRefused("address", "%s is not an address of this node (%s)" % (host, known)) from error
-        raise CallRefused("address", "cannot listen on %s port %d: %s" % (host, port, error)) from error
+        why = "root-port" if error.errno == errno.EACCES else "address"
+        raise CallRefused(why, "cannot listen on %s port %d: %s" % (host, port, error)) from error
     listener.setblocking(False)
     return listener
 

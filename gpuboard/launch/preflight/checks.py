@@ -201,6 +201,7 @@ def _master(rank_map: RankMap, master_addr: str, answers: Answers) -> list[Check
         holder = "" if named else f"held by {clean(answers.listen.holder)}"
         remedy = {
             "port-in-use": "end that process, or set master_port to 0: launch then chooses a free port",
+            "root-port": "set master_port to 0: launch then chooses a free port (those below 1024 are root's)",
             "address": f"set master_addr in the rank map to one of {first}: {_addresses(answers.facts.get(first))}",
         }.get(answers.listen.kind, "")
         words = clean(answers.listen.message, 400)
@@ -269,21 +270,27 @@ def _connections(rank_map: RankMap, answers: Answers) -> list[Check]:
             words = f"{source} cannot reach {target} at {clean(bad[0].address)}, port {ports}"
             cause = _PROBE_CAUSE.get(bad[0].result, clean(bad[0].result))
             remedy = _rule(bad[0], source, answers.facts)
-            if loops := _own_loopback(bad[0], source, answers.facts):
-                cause, remedy = loops
+            if name := _wrong_name(bad[0], source, answers.facts):
+                cause, remedy = name
             checks.append(Check("connect", source, "fail", words, cause, remedy))
     return checks
 
 
-def _own_loopback(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts]) -> tuple[str, str] | None:
-    """Return cause and remedy if the name is loopback on the target (Debian's 127.0.1.1) or on the source."""
+def _wrong_name(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts]) -> tuple[str, str] | None:
+    """Return cause and remedy if the name is loopback on the target (Debian's 127.0.1.1) or on the source, or if the
+    source resolves it to no address of the target."""
+    better = f"set master_addr in the rank map to an IP address: {_addresses(facts.get(bad.node))}"
     for node in (bad.node, source):
         seen = facts.get(node)
         loops = [address for address in (seen.resolves.get(bad.address, []) if seen else []) if _loopback(address)]
         if loops:
             cause = f"on {node} that name resolves to {clean(loops[0])}, which only {node} itself can reach"
-            better = f"set master_addr in the rank map to an IP address: {_addresses(facts.get(bad.node))}"
             return cause, f"{better}; or remove the name from that line of /etc/hosts on {node}"
+    found = facts[source].resolves.get(bad.address) if source in facts else None
+    known = {a for listed in facts[bad.node].addresses.values() for a in listed} if bad.node in facts else set()
+    if found is not None and known and not known.intersection(found):
+        where = ", ".join(clean(address) for address in found)
+        return f"on {source} that name resolves to {where or 'nothing'}, not to an address of {bad.node}", better
     return None
 
 

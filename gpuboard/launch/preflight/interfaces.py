@@ -37,12 +37,21 @@ def interface_checks(facts: Mapping[str, LaunchFacts], expected: Mapping[str, st
                 continue
             elif chosen == [_LOOPBACK]:
                 cause = "other nodes cannot be reached through loopback"
+            elif shared := _shared(chosen, node, facts):
+                cause = f"{clean(shared)} is an address of other nodes too, which cannot be reached through it"
             else:
                 status, cause = "warn", f"the master's address belongs to {clean(right)} there, or is routed through it"
             remedy = "unset it in your environment and in that node's profile"
             remedy += f": launch then sets it to {clean(right)} on {node}" if right else ""
             checks.append(Check("interface", node, status, f"{name}={clean(value)}", cause, remedy))
     return checks
+
+
+def _shared(chosen: Collection[str], node: str, facts: Mapping[str, LaunchFacts]) -> str:
+    """Return an address of the chosen interfaces if other nodes have all of theirs too, such as docker0's; else ""."""
+    others = {a for name, seen in facts.items() if name != node for listed in seen.addresses.values() for a in listed}
+    own = [a for name in chosen for a in facts[node].addresses.get(name, []) if not a.lower().startswith("fe80:")]
+    return own[0] if own and others.issuperset(own) else ""
 
 
 def _gloo(value: str, known: Collection[str]) -> tuple[list[str], bool]:
