@@ -24,6 +24,7 @@ from gpuboard.launch.preflight.checks import (
 )
 from gpuboard.launch.preflight.collect import failure
 from gpuboard.launch.preflight.gpus import gpu_checks
+from gpuboard.launch.preflight.interfaces import preferred
 from gpuboard.launch.timing import DEFAULT_TIMING
 from gpuboard.model.gpu import NodeState
 from gpuboard.model.rankmap import RankMap
@@ -248,9 +249,28 @@ def test_a_name_that_resolves_to_another_machine_is_the_cause() -> None:
         assert check.remedy == "set master_addr in the rank map to an IP address: 10.0.0.1"
 
 
+def test_an_address_that_is_no_name_resolves_to_itself() -> None:
+    both = {"gpu01": FACTS, "gpu02": msgspec.structs.replace(FACTS2, resolves={"10.0.0.7": ["10.0.0.7"]})}
+    bad = ProbeResult("gpu01", "10.0.0.7", 29500, "dropped")
+    [check] = failed(preflight(MAP, "10.0.0.7", "cuda", answers(facts=both, probes={"gpu01": [OK1], "gpu02": [bad]})))
+    assert check.cause == "no reply: a firewall drops it"
+
+
 def test_a_port_that_cannot_be_bound_is_not_a_matter_of_the_address() -> None:
     denied = failure(CallFailed("root-port", "cannot listen on 10.0.0.1 port 80: Permission denied", Detail()))
     assert only(problems(answers(listen=denied))).remedy.startswith("set master_port to 0")
+
+
+def test_ranks_use_the_first_address_of_an_interface() -> None:
+    both = msgspec.structs.replace(FACTS, addresses={"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "fd00::1"]})
+    assert preferred(both, "fd00::1") == ["10.0.0.1"]
+    assert preferred(msgspec.structs.replace(both, resolves={"gpu01": ["fd00::1"]}), "gpu01") == ["10.0.0.1"]
+    chosen = msgspec.structs.replace(both, socket_ifname={"GLOO_SOCKET_IFNAME": "ib0"})
+    assert [preferred(seen, address) for seen, address in ((both, "10.0.0.1"), (chosen, "fd00::1"), (None, "x"))] == [
+        [],
+        [],
+        [],
+    ]
 
 
 def test_an_interface_with_the_same_address_on_every_node_fails() -> None:

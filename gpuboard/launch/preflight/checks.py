@@ -288,7 +288,7 @@ def _wrong_name(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts])
             return cause, f"{better}; or remove the name from that line of /etc/hosts on {node}"
     found = facts[source].resolves.get(bad.address) if source in facts else None
     known = {a for listed in facts[bad.node].addresses.values() for a in listed} if bad.node in facts else set()
-    if found is not None and known and not known.intersection(found):
+    if found is not None and bad.address not in found and known and not known.intersection(found):
         where = ", ".join(clean(address) for address in found)
         return f"on {source} that name resolves to {where or 'nothing'}, not to an address of {bad.node}", better
     return None

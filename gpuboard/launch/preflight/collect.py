@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.preflight.checks import Answers, Failure
+from gpuboard.launch.preflight.interfaces import preferred
 from gpuboard.launch.preflight.pairs import peers
 from gpuboard.launch.supervisors import CallReply, SupervisorCall, Supervisors
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
@@ -54,8 +55,9 @@ class PreflightCalls:
         addresses = {node.name: node.address for node in self._plan.rank_map.nodes}
         for node, others in peers(self._nodes, self._plan.run).items():
             targets = [
-                {"node": peer, "address": addresses[peer], "port": port}
+                {"node": peer, "address": address, "port": port}
                 for peer in others
+                for address in (addresses[peer], *preferred(self._facts.get(peer), addresses[peer]))
                 for port in self._ports(peer)
             ]
             port = self.port

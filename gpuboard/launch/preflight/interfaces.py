@@ -47,6 +47,18 @@ def interface_checks(facts: Mapping[str, LaunchFacts], expected: Mapping[str, st
     return checks
 
 
+def preferred(seen: LaunchFacts | None, address: str) -> list[str]:
+    """Return the address that ranks use in place of ``address``, if it is another one and its interface not chosen.
+
+    gloo and NCCL are given the interface and take its first address: IPv4 where it has both.
+    """
+    if seen is None or seen.socket_ifname:
+        return []
+    own = {address, *seen.resolves.get(address, [])}
+    first = next((listed[0] for listed in seen.addresses.values() if own.intersection(listed)), address)
+    return [] if first in own else [first]
+
+
 def _shared(chosen: Collection[str], node: str, facts: Mapping[str, LaunchFacts]) -> str:
     """Return an address of the chosen interfaces if other nodes have all of theirs too, such as docker0's; else ""."""
     others = {a for name, seen in facts.items() if name != node for listed in seen.addresses.values() for a in listed}
