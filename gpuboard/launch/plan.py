@@ -163,7 +163,7 @@ def launch_plan(
     """Return the plan of a run's first or later ``attempt`` on a valid rank map.
 
     A single node uses 127.0.0.1, not the address in the map: no name service, no firewall. Raises UsageError when the
-    master address of several nodes is a loopback address, and for text that is not UTF-8.
+    master address of several nodes is a loopback address, for links of one GPU, and for text that is not UTF-8.
     """
     _check_text({"the folder": cwd, "--python": options.python or "", "the target": target.name})
     _check_text({f"argument {at} of the target": word for at, word in enumerate(target.args, 1)})
@@ -171,6 +171,8 @@ def launch_plan(
     _check_text({"--wrap": " ".join(options.wrap)})
     if options.stdin_rank is not None and options.stdin_rank >= rank_map.world_size:
         raise UsageError(f"--stdin {options.stdin_rank}: the ranks are 0 to {rank_map.world_size - 1}")
+    if target.kind == "builtin" and rank_map.world_size < 2:
+        raise UsageError("links need two GPUs at least; pass --n 2 or more")
     nodes = sorted(rank_map.nodes, key=lambda n: n.node_rank)
     master = LOOPBACK if len(nodes) == 1 else rank_map.master_addr
     if is_loopback(master) and any(

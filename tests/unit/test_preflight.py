@@ -359,13 +359,19 @@ def test_a_gpu_that_is_damaged_during_a_run_is_named(changes: dict[str, Any], wo
 
 @pytest.mark.parametrize(
     ("changes", "status"),
-    [({"state": "free"}, "warn"), ({"state": "busy"}, "fail"), ({"state": "reserved", "leases": ["zzzz"]}, "fail")],
+    [
+        ({"state": "free"}, "warn"),
+        ({"state": "busy"}, "fail"),
+        ({"state": "reserved", "leases": ["zzzz"]}, "fail"),
+        ({"uuid": "GPU-other"}, "fail"),
+    ],
 )
 def test_without_a_lease_a_gpu_must_be_free(changes: dict[str, Any], status: str) -> None:
     unheld = {name: [msgspec.structs.replace(g, state="free", leases=[]) for g in gpus] for name, gpus in GPUS.items()}
     unheld["gpu02"] = [msgspec.structs.replace(unheld["gpu02"][0], **changes)]
     checks = gpu_checks(msgspec.structs.replace(MAP, lease=None), snapshot(**unheld))
     assert [c.status for c in checks if c.node == "gpu02"] == [status]
+    assert not any("allocate again" in c.remedy or "release" in c.remedy for c in checks), "there is no lease"
     assert [c.status for c in checks if c.node == "gpu01"] == ["warn", "warn"]
 
 

@@ -49,9 +49,8 @@ def gpu_check(rank: Rank, view: NodeView, lease: str | None, job: str | None, *,
     gpu = next((g for g in view.gpus if uuid in {g.uuid, *(m.uuid for m in g.mig)}), None)
     if gpu is None:
         here = ", ".join(g.uuid for g in view.gpus) or "none"
-        return check(
-            "fail", f"{clean(uuid)} is missing", f"the node has {here}", "release the lease and allocate again"
-        )
+        remedy = "release the lease and allocate again" if lease else "correct the uuid in the rank map"
+        return check("fail", f"{clean(uuid)} is missing", f"the node has {here}", remedy)
     if gpu.index != index:
         cause = "a GPU was added or lost since the rank map was written"
         remedy = "allocate again: CUDA_VISIBLE_DEVICES would select another GPU"

@@ -28,9 +28,7 @@ class Links:
         self._world = self._distributed.get_world_size()
 
     def measure(self) -> "Dict[str, Any]":
-        """Return ``reductions`` of all ranks and ``transfers`` between neighbours in the ring. Raises ValueError."""
-        if self._world < 2:
-            raise ValueError("links need two GPUs at least; pass --n 2 or more")
+        """Return ``reductions`` of all ranks and ``transfers`` between neighbours in the ring of two ranks or more."""
         rounds = _rounds(self._world)
         share = self._seconds / 2 / len(_SIZES)
         reductions = [self._reduce(max(4, self._largest // part), share) for part in _SIZES]
