@@ -152,6 +152,8 @@ def test_a_job_started_by_hand_on_two_nodes_is_one_picture(lab: Cluster) -> None
         assert "not seen: rank 1 of 2: not found on gpu01;" in alone
         both = json.loads(explained("--pid", str(pid), "--node", "gpu01,gpu02", "--json"))["explanation"]
         assert [rank["rank"] for rank in both["ranks"]] == [0, 1]
+        second = next(p.inner for p in lab["gpu02"].processes(user="alice") if p.argv[1:] == ("script.py",))
+        assert "2 of 2 ranks" in explained("--pid", str(second), "--node", "gpu02,gpu01")
         assert "you have no distributed job on gpu01" in explained("--node", "gpu01", user="bob")
         refused = explained("--node", "gpu01", "--pid", str(pid), user="bob", code=1)
         assert f"gpu01: cannot inspect pid {pid}: it is another user's process" in refused

@@ -11,14 +11,14 @@ import msgspec
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import whole
 from gpuboard.cli.run_access import opened_run
-from gpuboard.cluster.inventory.nodes import Node, folded
+from gpuboard.cluster.inventory.nodes import Node, folded, named
 from gpuboard.errors import UsageError
 from gpuboard.launch.runs.folder import FINAL
 from gpuboard.launch.stalls.evidence import RankEvidence
 from gpuboard.launch.stalls.foreign import Placed, explain_job
 from gpuboard.launch.stalls.request import explain_run
 from gpuboard.launch.stalls.verdict import Explanation
-from gpuboard.model.text import clean
+from gpuboard.model.text import clean, split_outside
 
 NAME = "explain"
 HELP = "show what every rank is doing now and what blocks"
@@ -87,6 +87,9 @@ def _explain_jobs(args: argparse.Namespace, context: Context) -> int:
         found = find_jobs(nodes, context.settings, lambda: None, args.pid)
     else:
         nodes = context.named(args.node)
+        if args.pid is not None:  # on the first node as written, `nodes` is sorted
+            first = named(split_outside(args.node, ",")[0], context.known())[0].name
+            nodes.sort(key=lambda node: node.name != first)
         found = find_jobs(nodes, context.settings, context.new_scheduler, args.pid)
     reports = [_JobReport(job.job, job.ranks, explain_job(job)) for job in found.jobs]
     unseen = [*found.unseen, *(f"{name}: {why}" for name, why in found.failed.items())]
