@@ -178,6 +178,16 @@ WARNED = [
     ),
     (
         """
+        os.environ["RANK"] = "0"
+        def setup():
+            os.environ.update({"WORLD_SIZE": "1", "MASTER_ADDR": "localhost"})
+        if __name__ == "__main__":
+            setup()
+        """,
+        {"fixed RANK": "train.py:1 sets RANK to 0, train.py:3 sets WORLD_SIZE to 1"},
+    ),
+    (
+        """
         class Net(nn.Module):
             def forward(self, x):
                 try:
@@ -234,6 +244,19 @@ CORRECT = {
         local(int(os.environ["RANK"]))
         started(int(os.environ["RANK"]))
         print(started)
+    """,
+    "a RANK for plain python, or of processes that the script starts": """
+        os.environ.setdefault("RANK", "0")
+        if "RANK" not in os.environ:
+            os.environ["RANK"], os.environ["WORLD_SIZE"] = "0", "1"
+            os.environ["LOCAL_RANK"] = "0"
+        def worker(port):
+            os.environ["WORLD_SIZE"] = "2"
+        def main(args):
+            if args.local:
+                os.environ["RANK"] = "0"
+            if args.spawn:
+                mp.spawn(worker, args=(2,), nprocs=2)
     """,
     "processes that are no ranks": """
         def load(queue):

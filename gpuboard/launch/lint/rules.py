@@ -90,22 +90,36 @@ def _has_cuda(value: ast.expr) -> bool:
 
 
 def _fixed_port(tree: ScriptTree) -> Found:
+    for node, name, value in _variables_set(tree):
+        if name == "MASTER_PORT" and not _for_another_start(tree, node):
+            yield node.lineno, f"sets MASTER_PORT to {value}"
+
+
+def _fixed_rank(tree: ScriptTree) -> Found:
+    for node, name, value in _variables_set(tree):
+        tests = [one.test for one in tree.above(node) if isinstance(one, ast.If)]
+        if (
+            name in {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+            and all(_about_count(tree, test) for test in tests)
+            and not tree.depends_on_launcher(node)
+            and not _started_only(tree, tree.function(node))
+        ):
+            yield node.lineno, f"sets {name} to {value}"
+
+
+def _variables_set(tree: ScriptTree) -> Iterator[tuple[ast.stmt | ast.expr, object, object]]:
+    """Yield where the environment gets a constant, the variable, and the constant."""
     for node in tree.nodes:
-        if isinstance(node, ast.Assign) and constant(node.value) is not None:
-            for target in node.targets:
-                if (
-                    isinstance(target, ast.Subscript)
-                    and tree.name(target.value) == "os.environ"
-                    and constant(target.slice) == "MASTER_PORT"
-                    and not _for_another_start(tree, node)
-                ):
-                    yield node.lineno, f"sets MASTER_PORT to {constant(node.value)}"
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(node, ast.Assign) and isinstance(target, ast.Subscript):
+                value = constant(node.value)
+                if tree.name(target.value) == "os.environ" and value is not None:
+                    yield node, constant(target.slice), value
     for call, name in tree.calls:
         if name == "os.environ.update" and call.args and isinstance(call.args[0], ast.Dict):
-            for key, value in zip(call.args[0].keys, call.args[0].values, strict=True):
-                port = constant(value) if constant(key) == "MASTER_PORT" else None
-                if port is not None and not _for_another_start(tree, call):
-                    yield call.lineno, f"sets MASTER_PORT to {port}"
+            for key, word in zip(call.args[0].keys, call.args[0].values, strict=True):
+                if (value := constant(word)) is not None:
+                    yield call, constant(key), value
 
 
 def _fixed_url(tree: ScriptTree) -> Found:
@@ -126,13 +140,15 @@ def _for_another_start(tree: ScriptTree, node: ast.AST) -> bool:
     function = tree.function(node)
     if tree.depends_on_launcher(node):
         return True
-    if not isinstance(function, ast.FunctionDef):
-        return False
-    uses = tree.uses.get(function.name)
-    if function in tree.sets_rank or not uses:
-        return function in tree.sets_rank
+    return isinstance(function, ast.FunctionDef) and (function in tree.sets_rank or _started_only(tree, function))
+
+
+def _started_only(tree: ScriptTree, function: ast.AST | None) -> bool:
+    """Whether only processes of the script's own call a function."""
+    uses = tree.uses.get(function.name) if isinstance(function, ast.FunctionDef) else None
     starts = [call for call, name in tree.calls if name in _PROCESSES]
-    return {word for call in starts for word in (*call.args, *(k.value for k in call.keywords))}.issuperset(uses)
+    passed = {word for call in starts for word in (*call.args, *(k.value for k in call.keywords))}
+    return uses is not None and passed.issuperset(uses)
 
 
 def _starts_with_tcp(url: ast.expr | None) -> bool:
@@ -381,6 +397,12 @@ RULES = (
         _fixed_port,
         "the store of this run is at another port, so the ranks would wait for one that is not there",
         'delete that line, the launcher sets MASTER_PORT; for plain python: os.environ.setdefault("MASTER_PORT", …)',
+    ),
+    Rule(
+        "script: fixed RANK",
+        _fixed_rank,
+        "several ranks would be the same one, and init_process_group waits for the others",
+        'delete that line, the launcher sets it for each rank; for plain python: os.environ.setdefault("RANK", "0")',
     ),
     Rule(
         "script: fixed init_method",
