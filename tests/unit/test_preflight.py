@@ -265,6 +265,7 @@ def test_ranks_use_the_first_address_of_an_interface() -> None:
     both = msgspec.structs.replace(FACTS, addresses={"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "fd00::1"]})
     assert preferred(both, "fd00::1") == ["10.0.0.1"]
     assert preferred(msgspec.structs.replace(both, resolves={"gpu01": ["fd00::1"]}), "gpu01") == ["10.0.0.1"]
+    assert preferred(msgspec.structs.replace(both, resolves={"gpu01": ["::1"]}), "gpu01") == []
     chosen = msgspec.structs.replace(both, socket_ifname={"GLOO_SOCKET_IFNAME": "ib0"})
     assert [preferred(seen, address) for seen, address in ((both, "10.0.0.1"), (chosen, "fd00::1"), (None, "x"))] == [
         [],

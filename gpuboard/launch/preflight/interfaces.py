@@ -55,7 +55,8 @@ def preferred(seen: LaunchFacts | None, address: str) -> list[str]:
     if seen is None or seen.socket_ifname:
         return []
     own = {address, *seen.resolves.get(address, [])}
-    first = next((listed[0] for listed in seen.addresses.values() if own.intersection(listed)), address)
+    others = (listed for name, listed in seen.addresses.items() if name != _LOOPBACK)  # a node's own name may be ::1
+    first = next((listed[0] for listed in others if own.intersection(listed)), address)
     return [] if first in own else [first]
 
 
