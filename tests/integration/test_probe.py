@@ -300,6 +300,28 @@ def test_mig_devices_and_their_processes(script: Path) -> None:
         assert [m.uuid for m in agent.static.gpus[0].mig or []] == ["MIG-a"]
 
 
+def test_a_gpu_whose_mig_mode_is_unknown_is_not_read_as_one_without_mig(script: Path) -> None:
+    parts = (Mig("MIG-a"),)
+    calls = ("nvmlDeviceGetMigMode", "nvmlDeviceGetMaxMigDeviceCount")
+    failing = [Gpu(mig=parts, trouble=(f"fault {call} {nvml.TIMEOUT}",)) for call in calls]
+    unnamed = Gpu(mig=parts, trouble=(f"fault nvmlDeviceGetName {nvml.LOST}",))
+    write_script(script, [*failing, unnamed, Gpu(mig=())])
+    with Agent(script, interval_s=0.1) as agent:
+        reading = agent.reading()
+        assert agent.static is not None
+        facts = agent.static.gpus
+        assert [gpu.error for gpu in reading.gpus] == ["Timeout", "Timeout", None, None]
+        assert [fact.memory_total for fact in facts] == [80 * GIB] * 4
+        assert [m.uuid for m in facts[2].mig or []] == ["MIG-a"]
+        write_script(script, [*failing, unnamed, Gpu(mig=(Mig("MIG-new"),))])  # facts are read again
+        agent.reading(when=lambda r: len(r.gpus[3].mig) == 1)
+        write_script(script, [Gpu(mig=parts)] * 4)
+        agent.reading(when=lambda r: all(gpu.error is None and gpu.mig for gpu in r.gpus))
+        write_script(script, [Gpu(mig=parts, trouble=(f"fault * {nvml.LOST}",))] * 4)
+        agent.reading(when=lambda r: all(gpu.lost for gpu in r.gpus))
+        assert [[m.uuid for m in fact.mig or []] for fact in agent.static.gpus] == [["MIG-a"]] * 4
+
+
 def test_a_hung_gpu_ages_alone_and_comes_back(script: Path) -> None:
     good = [Gpu(temperature=30 + k) for k in range(4)]
     hung = [*good[:2], Gpu(temperature=99, trouble=("hang nvmlDeviceGetUtilizationRates",)), good[3]]

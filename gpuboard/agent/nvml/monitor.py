@@ -266,8 +266,10 @@ class Probe:
             known = self._facts.get(k)
             if "error" in fact:
                 continue  # no handle: keep the known facts
-            if self.stuck and known is not None and known["uuid"] == fact["uuid"]:
-                fact = dict(known, mig=fact.get("mig"))  # noqa: PLW2901 - keeps links to a GPU that hangs
+            if known is not None and known["uuid"] == fact["uuid"]:
+                if self.stuck:  # keep links to a GPU that hangs
+                    fact = {name: fact[name] for name in ("mig",) if name in fact}  # noqa: PLW2901
+                fact = dict(known, **fact)  # noqa: PLW2901 - keep what a failing call did not report
             self._facts[k] = fact
         if self._facts != before:
             self.version += 1

@@ -79,7 +79,10 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
         if reader.layout != layout:  # MIG devices were created or removed: their facts change too
             layout = dict(reader.layout)
             for k in reader.handles:
-                facts[k]["mig"] = reader.mig_facts(k)
+                try:
+                    facts[k]["mig"] = reader.mig_facts(k)
+                except pynvml.NVMLError:
+                    continue  # as known before; its readings carry the error
             _send(fd_out, ("static", facts))
         if mark[2] and RATES not in skip:
             if activity is None:
@@ -134,7 +137,7 @@ class _Reader:
                 pci = _need(pynvml.nvmlDeviceGetPciInfo, handle)  # None: a Jetson's GPU is on no bus
                 self.pci[k] = "" if pci is None else (terms.text(pci.busId) or "").upper()
                 self.handles[k] = handle
-                if terms.shares_memory(terms.text(_ask(pynvml.nvmlDeviceGetName, handle)) or ""):
+                if terms.shares_memory(_name(handle)):
                     self.shared.add(k)
             except pynvml.NVMLError as error:
                 self.failed[k] = error
@@ -145,19 +148,19 @@ class _Reader:
             return _failure(self.failed[k])
         self.at(k)
         handle = self.handles[k]
-        facts = {"index": k, "uuid": self.uuids[k], "name": "", "pci_bus_id": self.pci[k], "links": {}, "pci": {}}
+        facts = {"index": k, "uuid": self.uuids[k], "name": _name(handle), "pci_bus_id": self.pci[k]}
+        facts.update(links={}, pci={})
         try:
-            facts["name"] = terms.text(pynvml.nvmlDeviceGetName(handle))
             facts["minor"] = _ask(pynvml.nvmlDeviceGetMinorNumber, handle)
             facts["pcie_generation_max"] = _ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
             facts["pcie_width_max"] = _ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
             facts["numa_node"] = _numa_node(handle, self.pci[k])
             facts["cpus"] = terms.cpu_list(_ask(pynvml.nvmlDeviceGetCpuAffinity, handle, _AFFINITY_WORDS))
-            facts["mig"] = self.mig_facts(k)
             if k in self.shared:
                 facts["memory_shared"] = True
             else:
                 facts["memory_total"], _, facts["memory_reserved"] = self._memory(handle)
+            facts["mig"] = self.mig_facts(k)
         except pynvml.NVMLError:
             return facts  # its readings carry the error
         return facts
@@ -254,15 +257,14 @@ class _Reader:
         return {key: value for key, value in values.items() if value is not None and (value or key not in _LISTS)}
 
     def mig_facts(self, k: int) -> "Optional[List[Dict[str, Any]]]":
-        """Return the MigStatic list of GPU ``k``; None where MIG is off or unknown."""
+        """Return the MigStatic list of GPU ``k``; None where MIG is off. Raises NVMLError where that is unknown."""
         found = []
         devices = self._mig_devices(k)
         for device, uuid in devices or []:
-            name = terms.text(_ask(pynvml.nvmlDeviceGetName, device)) or ""
             found.append(
                 {
                     "uuid": uuid,
-                    "profile": name.rsplit("MIG ", 1)[-1],
+                    "profile": _name(device).rsplit("MIG ", 1)[-1],
                     "memory_total": self._memory(device)[0],
                     "gpu_instance": _ask(pynvml.nvmlDeviceGetGpuInstanceId, device),
                     "compute_instance": _ask(pynvml.nvmlDeviceGetComputeInstanceId, device),
@@ -283,14 +285,17 @@ class _Reader:
         return found
 
     def _mig_devices(self, k: int) -> "Optional[List[Tuple[Any, str]]]":
-        """Return the handles and UUIDs of the MIG devices of GPU ``k``; None where MIG is off or unknown."""
+        """Return the handles and UUIDs of the MIG devices of GPU ``k``; None where MIG is off.
+
+        Raises NVMLError where that is unknown: without its devices, a GPU in MIG mode looks free.
+        """
         handle = self.handles[k]
-        mode = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+        mode = _need(pynvml.nvmlDeviceGetMigMode, handle)
         self.layout[k] = None
         if mode is None or mode[0] != 1:
             return None
         found = []
-        for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        for number in range(_need(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
             try:
                 device = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
             except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
@@ -420,6 +425,14 @@ def _process_calls(driver: str) -> "List[Tuple[str, List[Callable[[Any], Any]]]]
             ),
         )
     ]
+
+
+def _name(handle: "Any") -> str:
+    """Return a GPU's name, "" for any failure: that of a lost GPU shows in the calls that decide its state."""
+    try:
+        return terms.text(pynvml.nvmlDeviceGetName(handle)) or ""
+    except pynvml.NVMLError:
+        return ""
 
 
 def _need(call: "Callable[..., Any]", *args: "Any") -> "Any":
