@@ -322,6 +322,23 @@ def test_a_gpu_whose_mig_mode_is_unknown_is_not_read_as_one_without_mig(script: 
         assert [[m.uuid for m in fact.mig or []] for fact in agent.static.gpus] == [["MIG-a"]] * 4
 
 
+def test_gpus_that_change_places_take_their_readings_with_them(script: Path) -> None:
+    first, second, third = (Gpu(uuid=f"GPU-{k}", temperature=30 + k) for k in range(3))
+    write_script(script, [first, second])
+
+    def seen(reading: Reading) -> dict[str, int | None]:
+        return {gpu.uuid: gpu.temperature for gpu in reading.gpus}
+
+    with Agent(script, interval_s=0.1) as agent:
+        assert seen(agent.reading()) == {"GPU-0": 30, "GPU-1": 31}
+        for gpus in ([second, first], [second, third], [third], [first, second, third]):
+            write_script(script, gpus)
+            expected = {gpu.uuid: gpu.temperature for gpu in gpus}
+            agent.reading(when=lambda r, expected=expected: seen(r) == expected)  # type: ignore[misc]
+            assert agent.static is not None
+            assert [(gpu.index, gpu.uuid) for gpu in agent.static.gpus] == [(k, g.uuid) for k, g in enumerate(gpus)]
+
+
 def test_a_hung_gpu_ages_alone_and_comes_back(script: Path) -> None:
     good = [Gpu(temperature=30 + k) for k in range(4)]
     hung = [*good[:2], Gpu(temperature=99, trouble=("hang nvmlDeviceGetUtilizationRates",)), good[3]]

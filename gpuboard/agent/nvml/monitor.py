@@ -270,6 +270,8 @@ class Probe:
                 if self.stuck:  # keep links to a GPU that hangs
                     fact = {name: fact[name] for name in ("mig",) if name in fact}  # noqa: PLW2901
                 fact = dict(known, **fact)  # noqa: PLW2901 - keep what a failing call did not report
+            elif known is not None:
+                self._values.pop(k, None)  # those of another GPU
             self._facts[k] = fact
         if self._facts != before:
             self.version += 1

@@ -9,8 +9,9 @@ Messages: ``("init", error, driver, cuda, count, source)``, ``("static", {index:
 xids, took_s)``; facts and values have the keys of gpuboard/model/gpu.py, processes as ``(pid, type, memory)``, beside
 them ``sm_percents`` by pid. ``xids`` are the errors since the previous pass, ``{index: [(code, at)]}``; a GPU whose
 driver does not report them is missing.
+``("again",)``: start a new process, the GPUs are other ones.
 Where NVML cannot be started, gpuboard/agent/smi/process.py sends these messages; it adds ``("slow", source)``: passes
-are slow, and ``("again",)``: start a new process.
+are slow.
 """
 
 import ctypes
@@ -102,6 +103,10 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
                 mark[0] = NO_GPU
         if not os.read(fd_in, 1):
             return
+        if only is None and reader.renumbered():
+            _send(fd_out, ("again",))
+            os.read(fd_in, 1)
+            return
 
 
 class _Reader:
@@ -164,6 +169,22 @@ class _Reader:
         except pynvml.NVMLError:
             return facts  # its readings carry the error
         return facts
+
+    def renumbered(self) -> bool:
+        """Return whether the GPUs are no longer those that were opened: handles and indexes are not identities."""
+        try:
+            if pynvml.nvmlDeviceGetCount() != self.count:
+                return True
+        except pynvml.NVMLError:
+            pass
+        for k, handle in self.handles.items():
+            self.at(k)
+            try:
+                if terms.text(pynvml.nvmlDeviceGetUUID(handle)) != self.uuids[k]:
+                    return True
+            except pynvml.NVMLError:
+                continue
+        return False
 
     def connections(self, facts: "Dict[int, Dict[str, Any]]") -> None:
         """Fill in ``links`` and ``pci``. Behind a switch a pair counts the links of the GPU with fewer."""
