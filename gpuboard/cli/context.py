@@ -107,6 +107,25 @@ class Context:
 
         return Scope(tuple(job_nodes(self.job, self.nodesets)), explicit=True, job=self.job.job)
 
+    def leased(self) -> Scope | None:
+        """Return the nodes of the shell's own lease, where neither --nodes nor the settings name any; else None."""
+        from gpuboard.cluster.inventory.nodes import inventory
+        from gpuboard.leases.ledger import Scope
+
+        nodeset = self.env.get("GPUBOARD_NODES") if self.env.get("GPUBOARD_LEASE") else None
+        if not nodeset or self.nodesets or self.settings.nodes or self.env.get("GPUBOARD_INVENTORY") or self.job:
+            return None
+        return Scope(tuple(self.reach(inventory(self.settings, [nodeset]))))
+
+    def scope_of(self, ids: Sequence[str]) -> Scope:
+        """Return the nodes where leases are looked for by ids or their starts: the shell's own lease on its nodes.
+
+        A scheduler's nodes include them.
+        """
+        own = self.env.get("GPUBOARD_LEASE", "")
+        mine = bool(ids) and all(own.startswith(text) for text in ids) and self._scheduler_factory() is None
+        return (self.leased() if mine else None) or self.scope()
+
     def known(self) -> list[Node]:
         """Return the nodes in scope, inside a Slurm job the job's; ssh has asked for nothing yet (:meth:`reach`)."""
         if self.job is None:

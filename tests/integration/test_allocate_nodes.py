@@ -65,6 +65,20 @@ def test_uneven_nodes_give_a_sound_rank_map_and_others_see_the_owner(small: Clus
     until(lambda: not list(small["gpu01"].path("/var/tmp").glob("gpuboard.GPU-*")), "claims live on")
 
 
+def test_a_shell_finds_its_own_lease_on_the_nodes_that_only_allocate_named(small: Cluster) -> None:
+    script = f"""
+        eval "$(gpuboard allocate --n 6 --nodes '{SCOPE}' --holder $$)" || exit
+        gpuboard env --node gpu01 | tail -1
+        gpuboard renew "$GPUBOARD_LEASE" --for 2h >renewed || exit
+        gpuboard release zzzz; echo "$?"
+        gpuboard release "$GPUBOARD_LEASE"
+        gpuboard release --mine --nodes '{SCOPE}'"""
+    done = small["login1"].run(["bash", "-c", script], user="alice")
+    visible, other, released, rest = done.stdout.splitlines()
+    assert (visible, other, rest) == ("export CUDA_VISIBLE_DEVICES='0,1,2,3,4'", "5", "you have no leases"), done.stderr
+    assert ": gpu01:0,1,2,3,4@" in released
+
+
 def test_run_works_where_the_gpus_are_with_its_exit_code(small: Cluster) -> None:
     home = "/srv/home/alice"
     done = small["login1"].run(

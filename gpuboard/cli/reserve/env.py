@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.reserve.allocate import add_format
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if not text:
         raise UsageError("no lease given and GPUBOARD_LEASE is not set; pass a lease's id, listed by `gpuboard leases`")
     form = args.format or evaluator_kind()
-    with context.ledger() as ledger:
+    with context.ledger(partial(context.scope_of, [text])) as ledger:
         allocation = ledger.existing(text)
     names = [node.name for node in allocation.rank_map.nodes]
     if args.node is not None and args.node not in names:

@@ -42,7 +42,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
     """Release the named leases; a failure does not prevent the release of others."""
     if args.mine == bool(args.ids):
         raise UsageError("pass either lease ids or --mine\n  `gpuboard leases` lists the leases")
-    with context.ledger(settle=partial(settled, context=context)) as ledger:
+    scope = partial(context.scope_of, args.ids)
+    with context.ledger(scope, settle=partial(settled, context=context)) as ledger:
         found = ledger.find(args.ids)
         used = {} if args.force else _in_use(context, {lease.id for lease in found.leases})
         ended = [ledger.release(lease) for lease in found.leases if lease.id not in used]

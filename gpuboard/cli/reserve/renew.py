@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, context: Context) -> int:
     """Renew one lease on every node it covers."""
     duration(args.for_s, context.settings)
-    with context.ledger(settle=partial(settled, context=context)) as ledger:
+    scope = partial(context.scope_of, [args.id])
+    with context.ledger(scope, settle=partial(settled, context=context)) as ledger:
         found = ledger.find([args.id])
         if found.unreached is not None:
             raise found.unreached

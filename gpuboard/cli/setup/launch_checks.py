@@ -90,7 +90,7 @@ def _rank_map(args: argparse.Namespace, context: Context) -> RankMap:
         if args.n is not None or args.gpus or args.lease:
             raise UsageError("--rank-map cannot be combined with --n, --gpus or --lease")
         return read_rank_map(Path(args.rank_map))
-    with context.ledger() as ledger:
+    with context.ledger(lambda: context.scope_of([args.lease] if args.lease else [])) as ledger:
         if args.lease:
             return ledger.existing(args.lease, args.n).rank_map
         request, scope = request_of(args), context.scope()

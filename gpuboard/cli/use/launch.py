@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gpuboard.launch.detached.process import DetachingHead
     from gpuboard.launch.output import Screen
     from gpuboard.launch.plan import LaunchPlan
-    from gpuboard.leases.ledger import Allocator, Scope
+    from gpuboard.leases.ledger import Allocator
     from gpuboard.model.rankmap import RankMap
 
 NAME = "launch"
@@ -190,7 +190,7 @@ def _launch(
         max_restarts=args.max_restarts,
         min_ranks=args.min_n,
     )
-    scope = _scope(context)
+    scope = context.leased() or context.scope()
     sent |= environ.of_job(context.env) if context.job is not None else {}
     with (
         _screen(quiet=args.run_id is not None, stdout=not (args.json or args.detach)) as screen,
@@ -318,7 +318,7 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
         if found.lease == lease:  # otherwise the shell has another lease by now
             return found, f"GPUBOARD_RANK_MAP={file}"
     try:
-        with context.ledger(lambda: _scope(context)) as ledger:
+        with context.ledger(lambda: context.leased() or context.scope()) as ledger:
             return ledger.existing(lease, args.n).rank_map, where
     except NoSuchLease as error:
         if args.lease:
@@ -377,19 +377,6 @@ def _reserved(
 def _whole(args: argparse.Namespace, allocator: Allocator) -> Request:
     args.n = allocator.count()
     return request_of(args)
-
-
-def _scope(context: Context) -> Scope:
-    """Return the nodes that a run may use: the lease's where the shell has one and no nodes are configured."""
-    if context.job is not None:
-        return context.scope()
-    from gpuboard.cluster.inventory.nodes import inventory
-    from gpuboard.leases.ledger import Scope
-
-    leased = context.env.get("GPUBOARD_NODES") if context.env.get("GPUBOARD_LEASE") else None
-    if leased and not context.nodesets and not context.settings.nodes:
-        return Scope(tuple(context.reach(inventory(context.settings, [leased]))))
-    return Scope(tuple(context.reach(context.nodes())), explicit=bool(context.nodesets))
 
 
 def _check_detached(args: argparse.Namespace) -> None:
