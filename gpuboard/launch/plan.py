@@ -103,10 +103,9 @@ class LaunchPlan(msgspec.Struct, frozen=True):
 def check_rank_map(rank_map: RankMap, known: Collection[str], where: str, device: Device) -> None:
     """Raise UsageError listing all errors of ``rank_map``; ``where`` is its source.
 
-    ``known`` are the names of the inventory. With ``device`` "cpu" the map's GPUs are not used: only the numbering of
-    ranks, nodes and local ranks is checked.
+    ``known`` are the names of the inventory.
     """
-    wrong = [p for p in problems(rank_map) if device == "cuda" or not _about_gpus(p)]
+    wrong = problems(rank_map, device)
     inventory = clean(", ".join(sorted(known)), 400) or "none"
     for node in rank_map.nodes:
         if not _HOST.fullmatch(node.name):
@@ -127,10 +126,6 @@ def check_rank_map(rank_map: RankMap, known: Collection[str], where: str, device
     if wrong:
         more = [f"… and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         raise UsageError(f"{clean(where)}:\n" + "\n".join(f"  {clean(line)}" for line in [*wrong[:_SHOWN], *more]))
-
-
-def _about_gpus(problem: str) -> bool:
-    return any(words in problem for words in ("is given to", "cuda_visible_devices", "would see GPU"))
 
 
 def _host_or_address(text: str) -> bool:

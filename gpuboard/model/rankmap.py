@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Literal
 
 import msgspec
 
@@ -44,11 +45,12 @@ class RankMap(msgspec.Struct, frozen=True):
     job: str | None = None  # the Slurm job through which the nodes are reached; None: over ssh
 
 
-def problems(rank_map: RankMap) -> list[str]:
+def problems(rank_map: RankMap, device: Literal["cuda", "cpu"] = "cuda") -> list[str]:
     """Return the problems of a rank map, each naming its entry; empty when it is valid.
 
     Valid: ranks are exactly 0..world_size-1; local ranks of each node exactly 0..local_world_size-1 in the order of
-    the ranks; node ranks 0..nodes-1; every rank's node is listed; no GPU twice on a node; node 0 holds rank 0.
+    the ranks; node ranks 0..nodes-1; every rank's node is listed; no GPU twice on a node; node 0 holds rank 0. Ranks on
+    ``device`` "cpu" need no GPUs: nodes with empty ``cuda_visible_devices`` are valid then, whatever their ranks' GPUs.
     """
     found: list[str] = []
     if rank_map.schema != 1:
@@ -76,49 +78,60 @@ def problems(rank_map: RankMap) -> list[str]:
         here = on_node[node.name]
         if len(here) != node.local_world_size:
             found.append(f"node {node.name}: local_world_size is {node.local_world_size} but it has {len(here)} ranks")
+        if not here:
+            found.append(f"node {node.name}: no rank is on it; remove it from nodes")
+            continue
         found += _numbering([r.local_rank for r in here], "local_rank", f"node {node.name}: ")
-        found += [
-            f"node {node.name}: GPU {uuid} is given to {count} ranks; two ranks of one run never share a GPU"
-            for uuid, count in Counter(r.uuid for r in here).items()
-            if count > 1
-        ]
-        found += [
-            f"node {node.name}: index {index} is given to {count} ranks"
-            for index, count in Counter(r.index for r in here).items()
-            if count > 1
-        ]
-        devices = node.cuda_visible_devices.split(",")
-        # CUDA ends the list at an empty or negative entry, and at one of the other kind than the first (index or UUID).
-        kinds = {
-            "index" if d.isdecimal() and d.isascii() else "UUID" if d.startswith(("GPU-", "MIG-", "SIM-")) else ""
-            for d in devices
-        }
-        if here and (len(kinds) > 1 or "" in kinds):
-            found.append(
-                f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} is not a list of indexes alone, "
-                "or of UUIDs alone; CUDA ignores what follows the first wrong entry, without an error"
-            )
-        found += [
-            f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} lists {device!r} {count} times"
-            for device, count in Counter(devices).items()
-            if count > 1
-        ]
-        if len(devices) != len(here):
-            found.append(
-                f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} names {len(devices)} GPUs, "
-                f"{len(here)} ranks need one each"
-            )
-        for rank in here:
-            if 0 <= rank.local_rank < len(devices) and devices[rank.local_rank] not in {str(rank.index), rank.uuid}:
-                found.append(
-                    f"node {node.name}: local_rank {rank.local_rank} would see GPU {devices[rank.local_rank]!r} but "
-                    f"rank {rank.rank} is mapped to index {rank.index} ({rank.uuid})"
-                )
         if node.node_rank == 0 and not any(r.rank == 0 for r in here):
             found.append(f"node {node.name} has node_rank 0 but not rank 0; the master must run where rank 0 is")
+        if device == "cuda" or node.cuda_visible_devices:
+            found += _gpu_problems(node, here)
     for rank in rank_map.ranks:
         if rank.memory_fraction is not None and not 0 < rank.memory_fraction <= 1:
             found.append(f"rank {rank.rank}: memory_fraction {rank.memory_fraction} is not in (0, 1]")
+    return found
+
+
+def _gpu_problems(node: RankNode, here: list[Rank]) -> list[str]:
+    """Return the problems of the GPUs of a node's ranks, and of its CUDA_VISIBLE_DEVICES."""
+    found = [
+        f"node {node.name}: GPU {uuid} is given to {count} ranks; two ranks of one run never share a GPU"
+        for uuid, count in Counter(r.uuid for r in here).items()
+        if count > 1
+    ]
+    found += [
+        f"node {node.name}: index {index} is given to {count} ranks"
+        for index, count in Counter(r.index for r in here).items()
+        if count > 1
+    ]
+    found += [f"node {node.name}: index {r.index} of rank {r.rank} is negative" for r in here if r.index < 0]
+    devices = node.cuda_visible_devices.split(",")
+    # CUDA ends the list at an empty or negative entry, and at one of the other kind than the first (index or UUID).
+    kinds = {
+        "index" if d.isdecimal() and d.isascii() else "UUID" if d.startswith(("GPU-", "MIG-", "SIM-")) else ""
+        for d in devices
+    }
+    if len(kinds) > 1 or "" in kinds:
+        found.append(
+            f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} is not a list of indexes alone, "
+            "or of UUIDs alone; CUDA ignores what follows the first wrong entry, without an error"
+        )
+    found += [
+        f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} lists {device!r} {count} times"
+        for device, count in Counter(devices).items()
+        if count > 1
+    ]
+    if len(devices) != len(here):
+        found.append(
+            f"node {node.name}: cuda_visible_devices {node.cuda_visible_devices!r} names {len(devices)} GPUs, "
+            f"{len(here)} ranks need one each"
+        )
+    for rank in here:
+        if 0 <= rank.local_rank < len(devices) and devices[rank.local_rank] not in {str(rank.index), rank.uuid}:
+            found.append(
+                f"node {node.name}: local_rank {rank.local_rank} would see GPU {devices[rank.local_rank]!r} but "
+                f"rank {rank.rank} is mapped to index {rank.index} ({rank.uuid})"
+            )
     return found
 
 

@@ -44,7 +44,12 @@ def _with_rank(at: int, **changes: object) -> RankMap:
         (_with_rank(1, local_rank=0), "local_rank 0 is listed 2 times"),
         (_with_rank(1, uuid="GPU-a"), "GPU GPU-a is given to 2 ranks"),
         (_with_rank(1, index=2), "would see GPU '3' but rank 1 is mapped to index 2"),
+        (_with_rank(2, index=-1), "node gpu02: index -1 of rank 2 is negative"),
         (_with_rank(0, memory_fraction=0.0), "memory_fraction 0.0"),
+        (
+            msgspec.structs.replace(sound(), nodes=[*sound().nodes, RankNode("gpu03", "10.0.0.3", 2, 0, "")]),
+            "node gpu03: no rank is on it",
+        ),
         (msgspec.structs.replace(sound(), world_size=4), "world_size is 4 but 3 ranks"),
         (msgspec.structs.replace(sound(), schema=2), "schema is 2"),
         (msgspec.structs.replace(sound(), master_port=70000), "not a port"),
@@ -96,3 +101,13 @@ def test_a_list_of_indexes_or_uuids_is_valid(devices: str) -> None:
     first, second = sound().nodes
     nodes = [msgspec.structs.replace(first, cuda_visible_devices=devices), second]
     assert problems(msgspec.structs.replace(sound(), nodes=nodes)) == []
+
+
+def test_ranks_without_gpus_need_no_list_of_gpus_but_a_list_must_be_valid() -> None:
+    def on_cpu(devices: str, **changes: object) -> list[str]:
+        nodes = [msgspec.structs.replace(node, cuda_visible_devices=devices) for node in sound().nodes]
+        return problems(msgspec.structs.replace(_with_rank(1, **changes), nodes=nodes), "cpu")
+
+    assert on_cpu("", uuid="GPU-a", index=0) == []
+    assert "node gpu01: index 0 is given to 2 ranks" in on_cpu("0,3", index=0)
+    assert any("CUDA ignores" in problem for problem in on_cpu("0,abc"))
