@@ -277,8 +277,8 @@ def _show_plan(choice: Choice, form: str, context: Context) -> int:
     if form == "json":
         import msgspec
 
-        sys.stdout.write(msgspec.json.encode({"schema": 1, "dry_run": True, **msgspec.to_builtins(choice)}).decode())
-        print()
+        shown = {"schema": 1, "dry_run": True, "lease": None, "rank_map": None, **msgspec.to_builtins(choice)}
+        print(msgspec.json.encode(shown).decode())
     elif form in SHELLS and not context.stdout_is_tty:
         # A shell may evaluate stdout, so text from nodes goes to stderr.
         print(text, file=sys.stderr)
