@@ -206,7 +206,8 @@ def send(pid: int, number: int) -> None:
 
 
 def write_error(message: str) -> None:
-    """Write a message to stderr."""
+    """Write a message to stderr, with ``?`` for control characters."""
+    message = "".join(char if char.isprintable() else "?" for char in message)
     try:
         os.write(2, ("gpuboard: %s\n" % message).encode("utf-8", "replace"))
     except OSError:
