@@ -9,9 +9,12 @@ SITE_CONFIG = Path("/etc/gpuboard/config.toml")
 
 
 def _base(env: Mapping[str, str], variable: str, below_home: str) -> Path:
-    """Return the XDG folder named by ``variable``; a relative value is ignored, as the specification requires."""
-    value = env.get(variable, "")
-    root = Path(value) if value.startswith("/") else Path(env.get("HOME") or _home()) / below_home
+    """Return the XDG folder named by ``variable``; a relative value is ignored, as the specification requires.
+
+    So is a relative HOME: the keeper and the head of a detached run have another working directory.
+    """
+    value, home = env.get(variable, ""), env.get("HOME", "")
+    root = Path(value) if value.startswith("/") else Path(home if home.startswith("/") else _home()) / below_home
     return root / "gpuboard"
 
 

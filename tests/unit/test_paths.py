@@ -24,7 +24,7 @@ def test_state_folder(env: dict[str, str], state: str) -> None:
     assert state_dir(env) == Path(state)
 
 
-@pytest.mark.parametrize("env", [{}, {"HOME": ""}])
+@pytest.mark.parametrize("env", [{}, {"HOME": ""}, {"HOME": "relative"}])
 def test_without_home_the_user_database_knows_it(env: dict[str, str]) -> None:
     home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
     assert user_config(env) == home / ".config" / "gpuboard" / "config.toml"

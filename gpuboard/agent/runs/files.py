@@ -28,8 +28,8 @@ def base() -> str:
     """Return the folder of all runs, by the rules of gpuboard.paths."""
     state = os.environ.get("XDG_STATE_HOME", "")
     if not state.startswith("/"):
-        home = os.environ.get("HOME")
-        if not home:
+        home = os.environ.get("HOME", "")
+        if not home.startswith("/"):
             import pwd  # late: HOME is set as a rule
 
             home = pwd.getpwuid(os.geteuid()).pw_dir
