@@ -292,6 +292,9 @@ def test_a_mig_device_is_named_as_status_prints_it() -> None:
     assert got(Request(n=1, model="1g", exclude=parse_picks("gpu01:1:0", whole_nodes=True)), one) == {"gpu01": [0]}
     excluded = refused(Request(n=1, model="1g", exclude=parse_picks("gpu01:0:0", whole_nodes=True)), one)
     assert [(g.mig, g.reason) for g in excluded.gpus if g.mig == 0] == [(0, "excluded")]
+    for exclude in (parse_picks("gpu01:0", whole_nodes=True), (Pick(None, None, one.gpus[0].uuid),)):
+        devices = [g for g in refused(Request(n=1, model="1g", exclude=exclude), one).gpus if g.mig is not None]
+        assert {g.reason for g in devices if g.index == 0} == {"excluded"}
 
 
 def test_a_node_whose_name_is_a_number_goes_before_a_mig_device() -> None:

@@ -151,7 +151,8 @@ def _never(request: Request, node: NodeView, gpu: GpuView, mig: int | None = Non
     part = gpu if mig is None else gpu.mig[mig]
     if request.picks and not any(names_gpu(pick, node.name, gpu.index, part.uuid, mig) for pick in request.picks):
         return "not in --gpus"
-    if any(names_gpu(pick, node.name, gpu.index, part.uuid, mig) for pick in request.exclude):
+    parts = {(part.uuid, mig), (gpu.uuid, None)}  # with a GPU its MIG devices are excluded
+    if any(names_gpu(pick, node.name, gpu.index, *names) for pick in request.exclude for names in parts):
         return "excluded"
     if request.within is not None and part.uuid not in request.within:
         return "not in the lease"
