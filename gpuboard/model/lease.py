@@ -8,6 +8,7 @@ from itertools import groupby
 import msgspec
 
 from gpuboard.model.text import clean
+from gpuboard.model.units import ranges
 
 
 class LeaseGpu(msgspec.Struct, frozen=True, gc=False):
@@ -61,8 +62,16 @@ class LeaseList(msgspec.Struct, frozen=True, gc=False):
 
 
 def gpus_text(gpus: Sequence[LeaseGpu]) -> str:
-    """Return GPUs as ``gpu01:0,2@gpu02:1``; a GPU without a reading by its UUID, an unknown one as ``?``."""
-    return "@".join(
-        f"{clean(node, 64)}:{','.join(clean(g.uuid, 48) or '?' if g.index is None else str(g.index) for g in on_node)}"
-        for node, on_node in groupby(gpus, key=lambda gpu: gpu.node)
-    )
+    """Return GPUs as ``gpu01:0-2,5@gpu02:1``; a GPU without a reading by its UUID, an unknown one as ``?``.
+
+    Their order is kept: ``gpu01:2,0,1``.
+    """
+    by_node = ((node, [*on_node]) for node, on_node in groupby(gpus, key=lambda gpu: gpu.node))
+    return "@".join(f"{clean(node, 64)}:{_indexes(on_node)}" for node, on_node in by_node)
+
+
+def _indexes(gpus: Sequence[LeaseGpu]) -> str:
+    known = [gpu.index for gpu in gpus if gpu.index is not None]
+    if len(known) == len(gpus) and known == sorted(set(known)):
+        return ranges(known)
+    return ",".join(clean(gpu.uuid, 48) or "?" if gpu.index is None else str(gpu.index) for gpu in gpus)

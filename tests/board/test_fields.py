@@ -138,7 +138,7 @@ async def test_the_label_of_the_field_with_the_focus_is_marked(tmp_path: Path) -
     [
         ([("sim02", 3)], "sim02 GPU 3"),
         ([("b", 1), ("a", 0), ("a", 2), ("a", 3), ("a", 1), ("a", 6)], "a GPUs 0-3,6 and b GPU 1"),
-        ([("a", 0), ("a", 1)], "a GPUs 0,1"),
+        ([("a", 0), ("a", 1)], "a GPUs 0-1"),
         ([(f"n{k}", 0) for k in range(9)], "n0 GPU 0, n1 GPU 0, n2 GPU 0 and 6 more nodes: 9 GPUs in all"),
         ([], ""),
     ],

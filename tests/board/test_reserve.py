@@ -96,9 +96,9 @@ async def test_the_policy_picks_the_best_n_and_explains_it(tmp_path: Path) -> No
     async with lab.board(core, (80, 24)) as (app, pilot):
         await open_for(app, pilot, [])
         await fill(pilot, "gpus", "2")
-        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 2,3", "linked by 18 NVLinks"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 2-3", "linked by 18 NVLinks"))
         await fill(pilot, "model", "l40")
-        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim02 GPUs 0,1", "2 of 2 free"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim02 GPUs 0-1", "2 of 2 free"))
         await pilot.click("#commit")
         await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 2)
         assert [claim.split()[1] for claim in lab.claims(tmp_path)] == ["sim02-0", "sim02-1"]
@@ -182,7 +182,7 @@ async def test_no_other_set_is_left_after_a_conflict(tmp_path: Path) -> None:
             await open_for(app, pilot, [])
             await fill(pilot, "gpus", "3")
             await fill(pilot, "model", "H100")
-            await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 0,2,3"))
+            await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 0,2-3"))
             other.take(agent, "abcdef", uuids(app, "sim01", 2))
             await pilot.press("enter")
             await lab.settle(pilot, lambda: lab.shown(app, "Not reserved: sim01:2 is reserved", "Try: 2 GPUs"))
@@ -203,7 +203,7 @@ async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int
     """Reserve over two nodes, the second of which hangs within the block; yield its pid. Nothing is left afterwards."""
     await open_for(app, pilot, [])
     await fill(pilot, "gpus", "5")
-    await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 0,2,3 and sim02 GPUs 0,1"))
+    await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 0,2-3 and sim02 GPUs 0-1"))
     pid = hung(core, "sim02")
     try:
         await pilot.press("enter")

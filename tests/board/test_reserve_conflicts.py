@@ -47,7 +47,7 @@ async def test_another_gpuboard_was_quicker(tmp_path: Path, script: Path) -> Non
     core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
     async with lab.board(core, twice=True) as (app, pilot):
         open_reserve(app, picks(app, 0, 1))
-        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve gpu01 GPUs 0,1"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve gpu01 GPUs 0-1"))
         allocate = ("allocate", "--gpus", "1", "--detach", "--for", "1h", "--purpose", "quick", "--format", "json")
         await asyncio.to_thread(gpuboard, tmp_path, *allocate)
         await pilot.press("enter")

@@ -49,7 +49,7 @@ async def test_a_watch_notifies_when_enough_are_free(tmp_path: Path) -> None:
         assert (len(app.watches.active), rung) == (1, [])
         core.operations.release(taken.lease.id)
         await lab.settle(pilot, lambda: not app.watches.active)
-        assert lab.toasts(app)[-1] == "Available: 2 free l40s on one node: sim02:0,1"
+        assert lab.toasts(app)[-1] == "Available: 2 free l40s on one node: sim02:0-1"
         assert rung == [1]
         await lab.settle(pilot, lambda: "watching" not in lab.screen(app))
         assert lab.claims(tmp_path) == []
@@ -195,7 +195,7 @@ async def test_watches_are_listed_and_removed(tmp_path: Path) -> None:
             await pilot.click("#commit")
             await lab.settle(pilot, lambda: isinstance(app.screen, WatchesScreen))
         await lab.settle(pilot, lambda: [watch.condition for watch in app.watches.active] == ["6 free GPUs"])
-        await lab.settle(pilot, lambda: "6 free GPUs" in lab.screen(app) and "sim01:0,2,3@sim02:0,1" in lab.screen(app))
+        await lab.settle(pilot, lambda: "6 free GPUs" in lab.screen(app) and "sim01:0,2-3@sim02:0-1" in lab.screen(app))
         await pilot.press("home", "d")
         await lab.settle(pilot, lambda: [watch.condition for watch in app.watches.all] == ["5 free GPUs"])
         await pilot.press("w")

@@ -201,7 +201,7 @@ def test_reserving_with_keys_is_a_claim_on_the_node_and_releasing_ends_it(screen
     screen.keys("Down", "Space", "Space")
     screen.shows("2 selected")
     screen.keys("r")
-    screen.shows("Will reserve gpu02 GPUs 0,1")
+    screen.shows("Will reserve gpu02 GPUs 0-1")
     screen.keys("Enter")
     lease = screen.shows("Reserved: ").partition("Reserved: ")[2].split()[0]
     claims = sorted(gpu02.path("/var/tmp").glob(f"gpuboard.*.{lease}"))
@@ -212,7 +212,7 @@ def test_reserving_with_keys_is_a_claim_on_the_node_and_releasing_ends_it(screen
     screen.wait(lambda text: "selected" not in text, "the selection is taken away")
     screen.keys("l")
     text = screen.wait(lambda text: row(text, f"{lease} alice"), "the lease is listed")
-    assert "gpu02:0,1" in row(text, f"{lease} alice")
+    assert "gpu02:0-1" in row(text, f"{lease} alice")
     screen.keys("d")
     screen.shows(f"Release {lease}?")
     screen.keys("y")

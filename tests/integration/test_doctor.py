@@ -141,7 +141,7 @@ def test_a_launch_is_checked_on_the_gpus_that_it_would_choose(nodes: Cluster, lo
     found = checks(login, "--n", "9", "--max-nodes", "2", PYTHONPATH=f"{HOME}/fake")
     [request] = [c for c in found if c["name"] == "request"]
     assert request["status"] == "ok"
-    assert request["evidence"].startswith("a launch would start 9 ranks on gpu02:0,1,2,3,4,5,6,7@gpu03:")
+    assert request["evidence"].startswith("a launch would start 9 ranks on gpu02:0-7@gpu03:")
     chosen = [c["node"] for c in found if c["name"] == "GPU" and c["evidence"].endswith(" is free")]
     assert sorted(chosen) == ["gpu02"] * 8 + ["gpu03"]
     failed = {(c["node"], c["name"]) for c in found if c["status"] == "fail"}

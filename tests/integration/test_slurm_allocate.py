@@ -265,14 +265,14 @@ def test_leases_of_all_users_and_their_release(slurm: SlurmCluster) -> None:
     assert listed[1]["gpus"] == mine["gpus"]
     assert [(gpu["node"], gpu["index"]) for gpu in listed[0]["gpus"]] == [("gpu03", 1)]
     table = gpuboard(slurm, "leases").stdout
-    assert "Slurm job 3" in table and "gpu03:2,3" in table
+    assert "Slurm job 3" in table and "gpu03:2-3" in table
     for command in (["release", "abcdef"], ["renew", "abcdef", "--for", "5m"]):
         done = gpuboard(slurm, *command)
         assert done.returncode == 5
         assert "lease abcdef belongs to bob" in done.stderr
     assert gpuboard(slurm, "release", "abcdef", user="root").stdout == "released abcdef: gpu03:?\n"
     assert gpuboard(slurm, "release", "nosuch").returncode == 5
-    assert gpuboard(slurm, "release", mine["id"][:4]).stdout == f"released {mine['id']}: gpu03:2,3\n"
+    assert gpuboard(slurm, "release", mine["id"][:4]).stdout == f"released {mine['id']}: gpu03:2-3\n"
     until(lambda: slurm.jobs() == {1}, "both have ended")
     until(lambda: not left(slurm), "nothing is left of them")
 

@@ -95,9 +95,9 @@ SICK = {"flags": ["sick"], "sick": ["row remap pending"]}
         (reading(), "", ""),
         (reading(gpu01_1=BROKEN), "gpu01:0 gpu01:2 gpu02:0", "left out: gpu01: GPU 1 is broken (GPU is lost)"),
         (reading(gpu01_1=SICK), "gpu01:0 gpu01:2 gpu02:0", "left out: gpu01: GPU 1 is sick (row remap pending)"),
-        (reading(gpu01_0=BROKEN, gpu01_1=BROKEN), "gpu02:0 gpu02:1 gpu01:2", "on gpu02:0,1@gpu01:2; left out: "),
+        (reading(gpu01_0=BROKEN, gpu01_1=BROKEN), "gpu02:0 gpu02:1 gpu01:2", "on gpu02:0-1@gpu01:2; left out: "),
         (reading(down=("gpu02",)), "gpu01:0 gpu01:1 gpu01:2", "left out: gpu02: ssh: no answer"),
-        (reading(down=("gpu01",)), "gpu02:0 gpu02:1 gpu03:0", "on gpu02:0,1@gpu03:0; left out: gpu01: ssh: no answer"),
+        (reading(down=("gpu01",)), "gpu02:0 gpu02:1 gpu03:0", "on gpu02:0-1@gpu03:0; left out: gpu01: ssh: no answer"),
         (reading(gpu02_0={"leases": [], "reason": "no process"}), "gpu01:0 gpu01:1 gpu01:2", "is no longer held by"),
         (reading(gpu01_0=SICK, gpu01_2=SICK, gpu02_1=SICK, gpu03_0=SICK), "", ""),
         (reading(down=("gpu01", "gpu03")), "", ""),
@@ -127,7 +127,7 @@ def test_with_a_least_number_of_ranks_a_run_shrinks_and_grows_again() -> None:
     assert reassigned(USED, USED, lost, "cuda", most=3, least=2) == (USED, ""), "preflight reports what is wrong"
     assert reassigned(fewer, USED, reading(), "cuda", most=3, least=1) == (
         USED,
-        "3 ranks in place of 1, on gpu01:0,1@gpu02:0",
+        "3 ranks in place of 1, on gpu01:0-1@gpu02:0",
     )
 
 

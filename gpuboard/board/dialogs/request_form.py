@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
 from typing import Protocol
@@ -11,7 +11,7 @@ from typing import Protocol
 from gpuboard.board.scene import Place, Scene
 from gpuboard.leases.picks import parse_picks
 from gpuboard.model.request import ChosenGpu, Pick, Refusal, Request, slot
-from gpuboard.model.units import format_duration, is_whole, parse_size
+from gpuboard.model.units import format_duration, is_whole, parse_size, ranges
 
 MOST = 8192  # GPUs in one request: the largest cluster that is tested
 _NODES_NAMED = 4  # nodes that are named in a sentence
@@ -80,44 +80,42 @@ def request_words(request: Request) -> str:
 
 
 def places_words(gpus: Iterable[_Placed]) -> str:
-    """Return GPUs as ``gpu01:0,2@gpu02:1``, by node and index."""
-    ordered = sorted(gpus, key=lambda gpu: (gpu.node, gpu.index is None, gpu.index or 0))
-    return "@".join(
-        f"{node}:{','.join(slot(gpu.index, getattr(gpu, 'mig', None)) for gpu in on_node)}"
-        for node, on_node in groupby(ordered, key=lambda gpu: gpu.node)
-    )
+    """Return GPUs as ``gpu01:0-2,5@gpu02:1``, by node and index."""
+    return "@".join(f"{node}:{_slots(on_node)}" for node, on_node in _by_node(gpus))
 
 
 def gpus_words(gpus: Iterable[_Placed]) -> str:
     """Return the names of GPUs: ``sim02 GPU 3``, ``gpu01 GPUs 0-3,7 and gpu02 GPU 1``; of many nodes the first ones."""
     parts, count = [], 0
-    ordered = sorted(gpus, key=lambda gpu: (gpu.node, gpu.index is None, gpu.index or 0))
-    for node, on_node in groupby(ordered, key=lambda gpu: gpu.node):
-        held = [*on_node]
+    for node, held in _by_node(gpus):
         count += len(held)
-        mig = any(getattr(gpu, "mig", None) is not None for gpu in held)
-        numbers = ",".join(slot(gpu.index, getattr(gpu, "mig", None)) for gpu in held)
-        numbers = numbers if mig or None in {gpu.index for gpu in held} else ranges(gpu.index or 0 for gpu in held)
-        parts.append(f"{node} {'MIG device' if mig else 'GPU'}{'s' if len(held) > 1 else ''} {numbers}")
+        kind = "GPU" if all(_device(gpu) is None for gpu in held) else "MIG device"
+        parts.append(f"{node} {kind}{'s' if len(held) > 1 else ''} {_slots(held)}")
     if len(parts) > _NODES_NAMED:
         more = len(parts) - _NODES_NAMED + 1
         parts[_NODES_NAMED - 1 :] = [f"{more} more nodes: {count} GPUs in all"]
     return ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + "".join(parts[-1:])
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers as text: ``0-3,5``."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in found)
+def _by_node(gpus: Iterable[_Placed]) -> Iterator[tuple[str, list[_Placed]]]:
+    ordered = sorted(gpus, key=lambda gpu: (gpu.node, gpu.index is None, gpu.index or 0))
+    return ((node, [*on_node]) for node, on_node in groupby(ordered, key=lambda gpu: gpu.node))
+
+
+def _slots(gpus: Sequence[_Placed]) -> str:
+    """Return the indexes of a node's GPUs: ``0-2,5``; with MIG devices each by itself: ``1,2:0``."""
+    if any(gpu.index is None or _device(gpu) is not None for gpu in gpus):
+        return ",".join(slot(gpu.index, _device(gpu)) for gpu in gpus)
+    return ranges({gpu.index or 0 for gpu in gpus})
+
+
+def _device(gpu: _Placed) -> int | None:
+    found: int | None = getattr(gpu, "mig", None)
+    return found
 
 
 def picks_of(uuids: Iterable[str], scene: Scene) -> tuple[str, tuple[Pick, ...]]:
-    """Return those of the GPUs and MIG devices that are in ``scene``, as ``gpu01:0,2@gpu02:1`` and as picks by UUID."""
+    """Return those of the GPUs and MIG devices that are in ``scene``, as ``gpu01:0-2@gpu02:1`` and as picks by UUID."""
     found = [(scene.devices[uuid], uuid) for uuid in uuids if uuid in scene.devices]
     gpus = (ChosenGpu(place.node.name, place.gpu.index, uuid, mig=_mig(place, uuid)) for place, uuid in found)
     words = places_words(gpus)
