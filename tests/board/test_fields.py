@@ -106,7 +106,7 @@ async def test_an_empty_field_is_wrong_only_once_it_is_left_or_submitted(tmp_pat
             await pilot.press("x")
             await settle(pilot, lambda: isinstance(app.screen, Dialog) and app.screen.query("#commit"))
             note = app.screen.query_one("#note-command", Static)
-            assert str(note.render()) == "script with arguments"
+            assert str(note.render()) == ""
             assert app.screen.query_one("#commit", Button).disabled
             await pilot.press(*keys)
             assert str(note.render()) == "train.py or -m module"
@@ -118,9 +118,39 @@ async def test_a_field_keeps_its_width_with_the_focus(tmp_path: Path, size: tupl
     async with board(make_core(tmp_path), size) as (app, pilot):
         await pilot.press("x")
         await settle(pilot, lambda: isinstance(app.screen, Dialog) and app.screen.query("#commit"))
-        for _ in range(2):
-            assert len({field.region.width for field in app.screen.query(Input)}) == 1
-            await pilot.press("down")
+        app.screen.query_one("#field-command", Input).value = "-m json.tool"
+        await settle(pilot, lambda: not app.screen.query_one("#commit", Button).disabled)
+        widths = [field.region.width for field in app.screen.query(Input)]
+        assert len(set(widths[1:])) == 1
+        assert widths[0] == app.screen.query_one("#fields").region.width - 14  # the command takes the room of a hint
+        await pilot.press("down")
+        assert [field.region.width for field in app.screen.query(Input)] == widths
+
+
+async def test_typing_replaces_a_value_but_goes_on_at_the_end_of_a_command(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        await pilot.press("x")
+        await settle(pilot, lambda: isinstance(app.screen, Dialog) and app.screen.query("#commit"))
+        command, gpus = (app.screen.query_one(f"#field-{key}", Input) for key in ("command", "gpus"))
+        command.value = "a.py"
+        await pilot.press("end", "space", "b", "down", "2", "1", "up", "c")
+        assert (command.value, gpus.value) == ("a.py bc", "21")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("key", "field"), [("r", "gpus"), ("w", "what"), ("x", "gpus")])
+async def test_a_dialog_keeps_its_size_while_the_user_types(
+    tmp_path: Path, size: tuple[int, int], key: str, field: str
+) -> None:
+    async with board(make_core(tmp_path), size) as (app, pilot):
+        await pilot.press(key)
+        await settle(pilot, lambda: isinstance(app.screen, Dialog) and app.screen.query("#commit"))
+        box, entry = app.screen.query_one("#box"), app.screen.query_one(f"#field-{field}", Input)
+        before = box.region
+        for text, answered in ((entry.value, True), ("1:", False), ("2", True)):
+            entry.value = text
+            await settle(pilot, lambda: any(w in screen(app) for w in ("Will reserve", "Available now")) is answered)  # noqa: B023
+            assert box.region == before
 
 
 async def test_the_label_of_the_field_with_the_focus_is_marked(tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ async def fill(pilot: Pilot[int], **texts: str) -> None:
     for key, text in texts.items():
         entry = pilot.app.screen.query_one(f"#field-{key}", Input)
         entry.focus()
+        await pilot.pause()  # the focus selects what is there
         entry.value = text[:-1]
         entry.cursor_position = len(text)
         await pilot.press(text[-1])
@@ -227,7 +228,7 @@ async def test_a_launch_takes_the_best_and_a_failure_is_shown_on_any_screen(exp:
         open_launch(app)
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
         await fill_all(pilot, exp, "fail.py", gpus="2", model="h100")
-        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 2,3"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 2-3"))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: isinstance(app.screen, RunsScreen))
         await pilot.press("escape")

@@ -50,6 +50,7 @@ class Field(msgspec.Struct, frozen=True):
     example: str = ""  # in the field while it is empty
     check: Callable[[str], str] = _fine
     toggle: bool = False  # a check box; its value is YES or ""
+    text: bool = False  # free text: takes the room of the hint, and typing goes on at its end instead of replacing it
 
 
 def number(least: int, most: int, *, needed: bool = True) -> Callable[[str], str]:
@@ -198,6 +199,8 @@ class Dialog(Box[T]):
     A subclass implements ``commit``, and ``changed`` to follow the typing. Enter in a field commits.
     """
 
+    PREVIEW = 0  # lines that stay free for the message, so that the dialog keeps its size while the user types
+
     DEFAULT_CSS = """
     Dialog .field { height: auto; width: 100%; }
     Dialog .field Label { width: 13; }
@@ -208,6 +211,7 @@ class Dialog(Box[T]):
     }
     Dialog .field Input { width: 28; }
     Dialog .field Input:focus { background: $foreground 22%; border-left: vkey $primary; border-right: vkey $primary; }
+    Dialog .field Input > .input--selection { background: $surface; text-style: reverse; }
     Dialog .field Input > .input--placeholder { color: auto 70%; text-style: italic; }
     Dialog .field Input:ansi > .input--placeholder { color: ansi_default; text-style: dim italic; }
     Dialog.-ascii .field Input, Dialog.-ascii .field Input:focus {
@@ -215,6 +219,8 @@ class Dialog(Box[T]):
     }
     Dialog .field Tick { width: 28; padding-left: 1; }
     Dialog .field .note { width: 1fr; padding-left: 1; height: auto; }
+    Dialog .field.-text Input { width: 1fr; }
+    Dialog .field.-text .note { width: auto; max-width: 35; }
     Dialog #fields { height: auto; }
     Dialog #message { height: auto; margin-top: 1; }
     Dialog #message.-empty { display: none; }
@@ -237,11 +243,11 @@ class Dialog(Box[T]):
         """The fields, and the message below them."""
         with VerticalScroll(id="fields", can_focus=False):
             for field in self.fields.values():
-                with Horizontal(classes="field"):
+                with Horizontal(classes="field -text" if field.text else "field"):
                     yield Label(field.label, markup=False)
                     yield _entry(field)
                     yield Static("", classes="note", id=f"note-{field.key}", markup=False)
-        with VerticalScroll(id="message", can_focus=False, classes="-empty"):
+        with VerticalScroll(id="message", can_focus=False, classes="" if self.PREVIEW else "-empty"):
             yield Static("", id="words", markup=False)
 
     def buttons(self) -> Iterator[Button]:
@@ -259,7 +265,9 @@ class Dialog(Box[T]):
         room = event.size.height - _AROUND
         fields = max(1, min(_FIELDS_MOST, room - min(_MESSAGE_LEAST, room // 2)))
         self.query_one("#fields").styles.max_height = fields
-        self.query_one("#message").styles.max_height = max(1, min(_MESSAGE_MOST, room - min(fields, len(self.fields))))
+        most = max(1, min(_MESSAGE_MOST, room - min(fields, len(self.fields))))
+        message = self.query_one("#message")
+        message.styles.max_height, message.styles.min_height = most, min(most, self.PREVIEW)
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
         """Mark the label of the field that has the focus; the one that had it before is checked."""
@@ -307,7 +315,7 @@ class Dialog(Box[T]):
             return
         self._message = text
         self.query_one("#words", Static).update(text)
-        self.query_one("#message").set_class(not text.plain, "-empty")
+        self.query_one("#message").set_class(not text.plain and not self.PREVIEW, "-empty")
 
     @property
     def busy(self) -> bool:
@@ -375,7 +383,7 @@ def _entry(field: Field) -> Widget:
     if field.toggle:
         return Tick(field.value == YES, f"field-{field.key}")
     example = f"e.g. {field.example}" if field.example else ""
-    return Input(field.value, example, id=f"field-{field.key}", select_on_focus=False)
+    return Input(field.value, example, id=f"field-{field.key}", select_on_focus=not field.text)
 
 
 class Confirm(Box[bool]):

@@ -67,10 +67,13 @@ def _lease_of(uuids: Sequence[str], scene: Scene) -> str | None:
 class LaunchDialog(Dialog[str]):
     """Asks what to launch, where and how; its result is the run's id."""
 
+    PREVIEW = 3
     DEFAULT_CSS = """
     LaunchDialog #box { width: 100; }
     LaunchDialog .field Input, LaunchDialog .field Tick { width: 4fr; }
     LaunchDialog .field .note { width: 5fr; max-width: 35; }
+    LaunchDialog .field.-text Input { width: 1fr; }
+    LaunchDialog .field.-text .note { width: auto; }
     """
 
     def __init__(self, board: BoardApp, scene: Scene, gpus: str, uuids: Sequence[str]) -> None:
@@ -86,8 +89,8 @@ class LaunchDialog(Dialog[str]):
         super().__init__(
             "Launch: one rank per GPU",
             [
-                Field("command", "Command", last.command if last else "", "script with arguments", "train.py --lr 3e-4",
-                      self._command),
+                Field("command", "Command", last.command if last else "", "", "train.py --lr 3e-4", self._command,
+                      text=True),
                 Field("gpus", "GPUs", gpus, "a number, gpu01:0,3 or a lease", "2", self._which),
                 Field("model", "Model", "", "with a number; empty: any", "H100"),
                 Field("folder", "Folder", last.folder if last else starter.here, "on every node", "/home/me/project",

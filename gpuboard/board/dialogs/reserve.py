@@ -40,6 +40,8 @@ def open_reserve(board: BoardApp, uuids: Sequence[str]) -> None:
 class ReserveDialog(Dialog[Allocation]):
     """Asks for GPUs, duration and purpose. It reserves exactly what it shows, or shows who was faster."""
 
+    PREVIEW = 3
+
     def __init__(self, words: str, picks: Sequence[Pick], most_s: float) -> None:
         """``words`` and ``picks``: the same GPUs, as text and by UUID; empty: the policy picks one."""
         default = request_form.lasting(min(_DEFAULT_S, most_s))

@@ -175,6 +175,8 @@ def _holds(watch: Watch, scene: Scene, runbook: Runbook) -> str:
 class WatchDialog(Dialog[Watch]):
     """Asks for the condition. ``ends``: a lease whose end to wait for, as the default."""
 
+    PREVIEW = 2
+
     def __init__(self, scene: Scene, most_s: float, ends: str = "") -> None:
         self._scene = scene
         self._runs: frozenset[str] = frozenset()  # live runs
