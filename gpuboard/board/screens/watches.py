@@ -319,7 +319,7 @@ class WatchesScreen(FilteredScreen):
         yield Grid(
             (
                 Column("since", "Since", 10),
-                Column("condition", "Notify when", 30, weight=2, least=24),
+                Column("condition", "Notify when", 30, weight=1, least=24),
                 Column("state", "State", 30, weight=2, least=16),
             ),
             empty=_EMPTY,
@@ -342,11 +342,13 @@ class WatchesScreen(FilteredScreen):
         self.query_one("#sums", Lines).set_lines([((words, "title"),)])
         rows = []
         for watch in filter(self.query_in_force.matches, watches.all):
-            state = watch.words if watch.met_at is None else f"{request_form.local(watch.met_at, now)}: {watch.words}"
+            state = (
+                watch.words if watch.met_at is None else f"met {request_form.local(watch.met_at, now)}: {watch.words}"
+            )
             cells = (
                 Cell(request_form.local(watch.since, now), "dim"),
                 Cell(watch.condition),
-                Cell(state or "watching", "good" if watch.met_at is not None else "dim"),
+                Cell(state or "active", "good" if watch.met_at is not None else "dim"),
             )
             rows.append(Row(str(watch.number), cells, dim=watch.met_at is not None))
         self.query_one(Grid).set_empty(_NO_MATCH if watches.all else _EMPTY)
