@@ -96,6 +96,19 @@ async def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
         assert lines(shown.grid)[3].endswith("no reading for 12 s")
 
 
+async def test_a_narrow_terminal_names_the_users_and_signs_that_matter(tmp_path: Path) -> None:
+    users = node("gpu7", [*(busy("gpu7", k, "alexandra") for k in range(4)), busy("gpu7", 4, "bob")])
+    async with opened(tmp_path, scene(*lab().snapshot.nodes, users), size=(80, 24)) as (app, shown, pilot):
+        drawn = lines(shown.grid)
+        assert [line.split(" up ")[1].split()[-2:] for line in (drawn[0], drawn[5])] == [
+            ["bob", "+1"],
+            ["alex…", "+1"],
+        ]
+        assert status(app) == "R reserved  B busy  M mig  ? unknown  X broken  ! rogue  + sick  z idle"
+        await pilot.resize_terminal(*LETTERS)
+        await settle(pilot, lambda: lines(shown.grid)[5].endswith("alexandra +1"))
+
+
 async def test_a_node_without_an_answer_yet_is_connecting_not_unreachable(tmp_path: Path) -> None:
     async with opened(tmp_path, scene(awaited("gpu1"), unread("gpu2", "ssh: no route to host"))) as (app, shown, pilot):
         assert lines(shown.grid) == ["gpu1   connecting  no answer yet", "gpu2   unreachable ssh: no route to host"]

@@ -25,9 +25,8 @@ from gpuboard.board.screens.base import FilteredScreen
 from gpuboard.board.screens.gpu import GpuPanel
 from gpuboard.board.tables.columns import choices
 from gpuboard.board.text.cells import fit, width
-from gpuboard.board.text.format import FLAG_MARKS, flag_role
 from gpuboard.board.text.overview import free_lines
-from gpuboard.board.theme.styles import LETTERS
+from gpuboard.board.text.picture import legend
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.overview import OverviewPanel, RowsAndOverview
@@ -239,7 +238,7 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         panel.show_scene(scene)
 
     def _show_status(self) -> None:
-        """Show selection, filter and order, then the legend of letters and marks as far as it fits."""
+        """Show selection, filter and order, then the legend of letters and marks."""
         view, parts = self.view, []
         glyphs = self.board.look.glyphs
         if watched := self.board.watches.words:
@@ -261,13 +260,8 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         for text, style in parts:
             runs += [(text, style), ("  ", "")]
         room = self.size.width - sum(width(text) for text, _ in runs)
-        marks = [(mark, flag_role(flag), flag) for flag, mark in FLAG_MARKS.items()]
-        every = view.view == "picture"
-        letters = [(letter, state, state) for state, letter in LETTERS.items() if every or state == "mig"]
-        for sign, style, word in (*letters, *marks):
-            room -= len(sign) + len(word) + 3
-            if room < 0:
-                break
+        nodes = self.board.scene.snapshot.nodes if self.board.scene else ()
+        for sign, style, word in legend(nodes, view.view == "picture", room):
             runs += [(sign, style), (f" {word}  ", "dim")]
         self.query_one("#status", Lines).set_lines([tuple(runs)])
 

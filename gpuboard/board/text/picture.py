@@ -17,11 +17,22 @@ from rich.style import Style
 from gpuboard.board.arrange import STATE_ORDER, Group, NodeRow, users_of
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import fit, fit_runs, width
-from gpuboard.board.text.format import PACK, UNKNOWN, age, flag_mark, pair, percent, short_model
+from gpuboard.board.text.format import (
+    FLAG_MARKS,
+    PACK,
+    UNKNOWN,
+    age,
+    flag_mark,
+    flag_role,
+    pair,
+    percent,
+    short_model,
+)
 from gpuboard.board.text.gpu_cell import TALLEST, CellSize, Ink, first_line, further_lines, has_readings
 from gpuboard.board.text.gpu_row import letter_of, units
 from gpuboard.board.text.plots import curve, metered, per_cell
 from gpuboard.board.text.rows import GAP, Cell, Column, Runs
+from gpuboard.board.theme.styles import LETTERS
 from gpuboard.model.snapshot import GpuView, NodeView
 
 _STATE, _FREE = 11, 5  # widths of columns
@@ -190,7 +201,7 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
     if node.error:
         return (*head, Cell(_trouble(node), trouble_role(node), rest=True))
     if "trace" not in widths:
-        return (*head, Cell(_model(node)), Cell(_users(shown, ink.scene)))
+        return (*head, Cell(_model(node)), Cell(_users(shown, ink.scene, widths.get("users", 0))))
     values = [gpu.utilization for gpu in node.gpus if gpu.utilization is not None]
     return (
         *head,
@@ -199,7 +210,7 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
         Cell(_model(node)),
         _maybe(percent(node.cpu_percent)),
         _maybe(pair(node.memory_used, node.memory_total, 4)),
-        Cell(_users(shown, ink.scene)),
+        Cell(_users(shown, ink.scene, widths.get("users", 0))),
     )
 
 
@@ -249,9 +260,14 @@ def _gpus(item: NodeRow, drawing: Drawing, *, head: bool) -> list[Runs]:
     return [tuple(line) for line in lines]
 
 
-def _users(gpus: Sequence[GpuView], scene: Scene) -> str:
-    users = Counter(user for gpu in gpus for user in users_of(gpu, scene)[:1])
-    return ", ".join(f"{user} {count}" if count > 1 else user for user, count in users.most_common())
+def _users(gpus: Sequence[GpuView], scene: Scene, cells: int) -> str:
+    """Return the users of GPUs with how many they have; where not all fit, the first one and how many others."""
+    users = Counter(user for gpu in gpus for user in users_of(gpu, scene)[:1]).most_common()
+    words = ", ".join(f"{user} {count}" if count > 1 else user for user, count in users)
+    if len(users) < 2 or width(words) <= cells:
+        return words
+    more = f" +{len(users) - 1}"
+    return fit(users[0][0], min(width(users[0][0]), max(1, cells - len(more)))) + more
 
 
 def group_words(group: Group) -> Runs:
@@ -262,6 +278,25 @@ def group_words(group: Group) -> Runs:
         runs.append((f"  {what}", "dim"))
         runs += ((f"  {states[state]} {state}", state) for state in STATE_ORDER if states[state])
     return tuple(runs)
+
+
+def legend(nodes: Sequence[NodeView], states: bool, room: int) -> list[tuple[str, str, str]]:
+    """Return letters, if ``states``, and marks, each with its role and meaning.
+
+    Where not all fit into ``room`` cells: of those that the nodes' GPUs have, the rarer ones.
+    """
+    signs = [(letter, state, state) for state, letter in LETTERS.items() if states or state == "mig"]
+    signs += [(mark, flag_role(flag), flag) for flag, mark in FLAG_MARKS.items()]
+    if sum(len(word) + 4 for _, _, word in signs) <= room:
+        return signs
+    gpus = [gpu for node in nodes for gpu in node.gpus]
+    present = {gpu.state for gpu in gpus}.union(*(gpu.flags for gpu in gpus if gpu.flags))
+    kept = set()
+    for _, _, word in reversed(signs):
+        if word in present and len(word) + 4 <= room:
+            room -= len(word) + 4
+            kept.add(word)
+    return [sign for sign in signs if sign[2] in kept]
 
 
 def _connection(node: NodeView) -> Cell:
