@@ -40,12 +40,13 @@ class _Size(NamedTuple):
 
 BOXES = ("events", "people", "past", "next")  # the most important first
 _ORDER = ("past", "people", "next", "events")  # as they are shown
-_SIZES = {"past": _Size(32, 3), "people": _Size(32, 1), "next": _Size(40, 1), "events": _Size(44, 5)}
+_SIZES = {"past": _Size(32, 3), "people": _Size(30, 2), "next": _Size(40, 1), "events": _Size(44, 5)}
 _PROCESSES = 10  # lines for the processes of a single node, titles included
 _NEXT_LEAST = 36  # cells of what ends next without its id
 _NAME = 10  # cells of a user's name beside a bar
 _SOON_S = 900.0  # what ends before that stands out
 KIND = 11  # cells of an event's kind
+_ROOMY = 60  # cells of events from which their kinds take as many as the longest would
 EVENT_ROLES = {
     "lost": "bad", "broken": "bad", "error": "bad", "xid": "bad", "sick": "warn", "rogue": "bad",
     "unreachable": "bad", "stale": "warn", "back": "good", "recovered": "good",
@@ -243,10 +244,11 @@ def event_lines(facts: OverviewFacts, cells: int, most: int) -> list[Runs]:
         return [*lines, *([(line, "dim")] for line in wrapped(NO_EVENTS, cells))]
     shown = facts.events[-most:] if most > 0 else ()
     where = min(max(map(width, map(places, shown)), default=0), max(10, cells // 4))
+    kind = max([len(event.kind) for event in shown], default=0) if cells < _ROOMY else KIND
     for event in reversed(shown):
         lines.append([
             (f"{event_time(event, facts.now):<6}", "dim"),
-            (fit(event.kind, KIND) + " ", EVENT_ROLES.get(event.kind, "")),
+            (fit(event.kind, kind) + " ", EVENT_ROLES.get(event.kind, "")),
             (fit(places(event), where) + " ", ""),
             (event_words(event), ""),
         ])  # fmt: skip
