@@ -285,11 +285,14 @@ class LeasesScreen(FilteredScreen):
         now = time.time()
         words = [f"{places_words(lease.gpus)}, held until {local(one.until, now)}"]
         words += [f"Its owner is {lease.owner}; as root you may release it."] if not one.mine else []
-        pids = [f"{process.user}'s {process.pid}" for gpu in one.gpus for process in gpu.processes or ()]
+        pids: dict[str, dict[int, None]] = {}
+        for process in (process for gpu in one.gpus for process in gpu.processes or ()):
+            pids.setdefault(process.user or "?", {})[process.pid] = None
         if lease.job is not None:
             words.append(f"Slurm cancels job {lease.job} with its processes.")
         elif pids:
-            words.append(f"No process is killed: {', '.join(dict.fromkeys(pids))} will be flagged overdue.")
+            whose = "; ".join(f"{user} {', '.join(map(str, numbers))}" for user, numbers in pids.items())
+            words.append(f"No process is killed; these will be flagged overdue: {whose}")
 
         def done(ended: Released) -> None:
             failed = "".join(f"\n{node}: {why}" for node, why in ended.failed.items())
