@@ -275,6 +275,28 @@ async def test_the_log_of_the_failed_rank_opens_and_any_by_choice(tmp_path: Path
         await lab.settle(pilot, partial(logged, app, 0))
 
 
+async def test_a_tall_terminal_shows_the_end_of_a_rank_s_logs_below_the_ranks(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    verdict = VerdictView("", "raised", 1, "gpu01", "rank 1 failed")
+    folder = keep(env, view(state="failed", verdicts=[verdict]))
+    for rank in range(2):
+        (folder / f"rank-{rank}.err").write_text(f"hello of {rank}\n")
+    async with opened(tmp_path) as (app, pilot, screen):
+        await lab.settle(pilot, lambda: lab.shown(app, "Rank 1 stderr", "hello of 1"))
+        with (folder / "rank-1.err").open("a") as log:
+            log.write("and more\n")
+        await lab.settle(pilot, lambda: lab.shown(app, "and more"))
+        await pilot.press("tab", "up")
+        await lab.settle(pilot, lambda: lab.shown(app, "Rank 0 stderr", "hello of 0"))
+        await pilot.click("#err", offset=(5, 1))
+        await lab.settle(pilot, partial(logged, app, 0))
+        await pilot.press("escape")
+        await pilot.resize_terminal(80, 24)
+        await lab.settle(pilot, lambda: not lab.shown(app, "stderr") and lab.shown(app, "step 1"))
+        assert app.screen is screen
+
+
 async def test_new_runs_and_states_appear_while_the_cursor_stays(tmp_path: Path, env: dict[str, str]) -> None:
     keep(env, view("rone"))
     async with opened(tmp_path) as (app, pilot, screen):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Button
 
@@ -24,6 +26,7 @@ from gpuboard.board.text.lines import named
 from gpuboard.board.text.rows import Cell, Column, Row
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.log_view import LogView
 from gpuboard.board.widgets.pane import Lines
 from gpuboard.errors import GpuboardError
 from gpuboard.launch.runs.access import ask_to_stop
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 1.0
 _AROUND = 10  # rows of the list, the table of ranks and the footer at least
+_LOGS_FROM = 36  # rows of a terminal from which logs are shown below the ranks
 _EXPLAINED_S = 60.0  # for which an explanation is shown: the ranks of a run that is not stalled go on
 _DETAILS = 6  # rows of the details at least, if there are so many
 _REASON = "stopped from the board"
@@ -126,6 +130,8 @@ class RunsScreen(FilteredScreen):
     RunsScreen #list { height: 2fr; min-height: 5; }
     RunsScreen #detail, RunsScreen #picture { margin: 0 1; }
     RunsScreen #ranks { height: 3fr; min-height: 4; }
+    RunsScreen #logs { height: 3fr; display: none; }
+    RunsScreen.-logs #logs { display: block; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Back", id="runs.back"),
@@ -145,15 +151,19 @@ class RunsScreen(FilteredScreen):
         self._detail: tuple[str, RunDetail] | None = None
         self._stopping: dict[str, Stop] = {}
         self._explained: dict[str, Explained] = {}
+        self._logs: tuple[str, int] | None = None  # run and rank whose logs are shown
         self._background: Background[tuple[list[RunEntry], tuple[str, RunDetail] | None]] = Background(self)
 
     def compose(self) -> ComposeResult:
-        """The list, details of the run under the cursor, its ranks as a picture and one by one."""
+        """The list, details of the run under the cursor, its ranks as a picture and one by one, the logs of one."""
         yield self.filter_field()
         yield Grid(_LIST, empty="Reading runs …", id="list")
         yield Lines(id="detail")
         yield Lines(id="picture")
         yield Grid(_RANKS, id="ranks")
+        with Vertical(id="logs"):
+            yield LogView("stdout", id="out")
+            yield LogView("stderr", id="err")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -270,6 +280,7 @@ class RunsScreen(FilteredScreen):
             about_run.set_lines(())
             picture.set_lines(())
             ranks.set_rows(())
+            self._show_logs(None)
             return
         detail = self._detail[1] if self._detail and self._detail[0] == entry.view.id else None
         stop = self._stopping.get(entry.view.id)
@@ -293,8 +304,49 @@ class RunsScreen(FilteredScreen):
                 for rank in entry.view.ranks
             ]
         )
+        self._show_logs(entry)
+
+    def _show_logs(self, entry: RunEntry | None) -> None:
+        """Show the end of the logs of the chosen rank, where there is room.
+
+        Not of a run on another host: moving through the list would read its logs from the node.
+        """
+        shown = entry is not None and bool(entry.view.ranks) and self.size.height >= _LOGS_FROM
+        shown = shown and entry is not None and self.board.core.runbook.far(entry) is None
+        self.set_class(shown, "-logs")
+        ranks = self.query_one("#ranks", Grid)
+        lines = min(len(entry.view.ranks) + 1, self.size.height // 4) if shown and entry else None
+        ranks.styles.height = ranks.styles.min_height = lines
+        if not shown or entry is None:
+            self._logs = None
+            return
+        chosen = entry.view.id, self._rank(entry)
+        views = {view.id: view for view in self.query(LogView)}
+        if chosen != self._logs:
+            self._logs = chosen
+            for stream, title in (("out", "stdout"), ("err", "stderr")):
+                views[stream].title = f"Rank {chosen[1]} {title}"
+                views[stream].open(Path(entry.view.folder) / f"rank-{chosen[1]}.{stream}")
+        else:
+            for view in views.values():
+                view.poll()
+
+    def _rank(self, entry: RunEntry) -> int:
+        """Return the rank under the cursor in the table of ranks; from the list the one that failed first."""
+        ranks = self.query_one("#ranks", Grid)
+        if ranks.has_focus and ranks.cursor is not None:
+            return int(ranks.cursor)
+        return first_rank(entry) or 0
 
     # Actions
+
+    @on(Grid.Moved, "#ranks")
+    def _rank_moved(self) -> None:
+        self._show_logs(self.entry)
+
+    @on(LogView.StreamPicked)
+    def _log_picked(self) -> None:
+        self.action_log()
 
     @on(Grid.Chosen, "#list")
     def _chosen(self) -> None:
@@ -311,10 +363,7 @@ class RunsScreen(FilteredScreen):
         if entry is None or not entry.view.ranks:
             self.notify("no run with ranks under the cursor", markup=False)
             return
-        ranks = self.query_one("#ranks", Grid)
-        chosen = int(ranks.cursor) if ranks.has_focus and ranks.cursor is not None else None
-        rank = chosen if chosen is not None else first_rank(entry) or 0
-        self.app.push_screen(LogScreen(entry, rank))
+        self.app.push_screen(LogScreen(entry, self._rank(entry)))
 
     def action_stop(self) -> None:
         """Stop the run under the cursor, after a question."""
