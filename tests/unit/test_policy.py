@@ -220,6 +220,15 @@ def test_named_gpus_are_taken_exactly_or_not_at_all() -> None:
     assert refused(Request(picks=parse_picks("gpu01:9")), *nodes).code == 3
 
 
+def test_named_gpus_with_the_same_reason_are_refused_in_one_phrase() -> None:
+    nodes = [node("gpu01", "rrrb"), node("gpu02", "frbr")]
+    answer = refused(Request(picks=parse_picks("gpu01:0-3@gpu02:1-3")), *nodes)
+    assert answer.message.startswith(
+        "gpu01:0-2@gpu02:1,3 are reserved: it is reserved; gpu01:3@gpu02:2 are busy: it is busy; try "
+    )
+    assert len(answer.gpus) == 7
+
+
 @pytest.mark.parametrize(
     "request_",
     [

@@ -10,7 +10,7 @@ import msgspec
 from gpuboard.leases.policy.candidates import Candidate, by_node, evaluate, is_current, nodes_needed
 from gpuboard.model.request import Choice, Pick, Refusal, RefusalCode, RefusedGpu, Request, slot
 from gpuboard.model.snapshot import Snapshot
-from gpuboard.model.units import format_size
+from gpuboard.model.units import format_size, ranges
 
 Choose = Callable[[Request, Snapshot], Choice | Refusal]
 
@@ -44,12 +44,33 @@ def refuse_picks(
     """
     unread = _unread(snapshot)
     code: RefusalCode = 3 if not unread and (missing or any(c.never for c in named)) else 4
-    why = [f"{c.place} is {c.state}: {c.reason}" for c in named if c.reason is not None]
+    why = _unavailable(named)
     why += [f"no GPU {_name(pick)}" for pick in missing]
     why += unread
     options = [_alternative(request, snapshot, named, choose), "--wait" if code == 4 else ""]
     nearest = " or ".join(option for option in options if option)
     return Refusal(code, "; ".join(why) + (f"; try {nearest}" if nearest else ""), _reasons(named), nearest)
+
+
+def _unavailable(named: Sequence[Candidate]) -> list[str]:
+    """Return why GPUs are not available, once for all with the same reason: ``gpu01:0-3@gpu02:1 are busy: …``."""
+    alike: dict[tuple[str, str], list[Candidate]] = {}
+    for one in named:
+        if one.reason is not None:
+            alike.setdefault((one.state, one.reason), []).append(one)
+    return [
+        f"{_places(those)} {'is' if len(those) == 1 else 'are'} {state}: {reason}"
+        for (state, reason), those in alike.items()
+    ]
+
+
+def _places(those: Sequence[Candidate]) -> str:
+    parts = []
+    for on_node in by_node(those).values():
+        whole = all(one.mig is None for one in on_node)
+        slots = ranges({one.index for one in on_node}) if whole else ",".join(one.slot for one in on_node)
+        parts.append(f"{on_node[0].node}:{slots}")
+    return "@".join(parts)
 
 
 def _reasons(candidates: Sequence[Candidate]) -> tuple[RefusedGpu, ...]:
