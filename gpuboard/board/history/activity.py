@@ -1,11 +1,11 @@
 """The last five minutes of what drivers report beside the four readings: SM and tensor cores, PCIe, NVLink (pure).
 
-Kept for all GPUs where there are few, elsewhere for those that were shown last: 300 readings each, 8 MB for 64 GPUs of
-which 60 % are busy, 16 MB if every value is a large number (tracemalloc).
+Kept for all GPUs where there are few, elsewhere for those that were shown last: 300 readings each.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +15,9 @@ from gpuboard.model.gpu import Sensors
 from gpuboard.model.snapshot import NodeView
 
 _GPUS_MOST = 64
+_KEPT = ("sm_activity", "tensor_activity", "pcie_sent", "pcie_received", "nvlink_sent", "nvlink_received")
+_PACKED = struct.Struct(f"{len(_KEPT)}q")  # an object per reading instead of up to 20: a third of the memory
+_UNKNOWN = -1
 PastSensors = tuple[tuple[float, Sensors | None], ...]  # (epoch seconds, None: not read), oldest first
 
 
@@ -24,7 +27,7 @@ class ActivityHistory:
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
         self._lock = threading.Lock()
-        self._kept: dict[str, deque[tuple[float, Sensors | None]]] = {}  # the one shown last is the last
+        self._kept: dict[str, deque[tuple[float, bytes | None]]] = {}  # the one shown last is the last
 
     def watch(self, uuid: str) -> None:
         """Keep the readings of a GPU that is shown, from now on; the one shown longest ago makes room."""
@@ -34,9 +37,10 @@ class ActivityHistory:
                 del self._kept[next(iter(self._kept))]
 
     def of(self, uuid: str) -> PastSensors:
-        """Return the readings of a GPU; none if they are not kept."""
+        """Return the readings of a GPU, with activity and throughput only; none if they are not kept."""
         with self._lock:
-            return tuple(self._kept.get(uuid, ()))
+            kept = tuple(self._kept.get(uuid, ()))
+        return tuple((at, None if packed is None else _unpacked(packed)) for at, packed in kept)
 
     def add(self, nodes: Sequence[NodeView], now: float) -> None:
         """Take the readings of this moment; after the clock was set back, everything later than now is dropped."""
@@ -55,4 +59,15 @@ class ActivityHistory:
                         past.pop()
                     while past and past[0][0] <= now - self._span_s:
                         past.popleft()
-                    past.append((now, gpu.sensors if is_current(node, gpu) else None))
+                    read = gpu.sensors if is_current(node, gpu) else None
+                    past.append((now, None if read is None else _packed(read)))
+
+
+def _packed(read: Sensors) -> bytes:
+    values = (getattr(read, name) for name in _KEPT)
+    return _PACKED.pack(*(_UNKNOWN if value is None else value for value in values))
+
+
+def _unpacked(packed: bytes) -> Sensors:
+    values = (None if value == _UNKNOWN else value for value in _PACKED.unpack(packed))
+    return Sensors(**dict(zip(_KEPT, values, strict=True)))
