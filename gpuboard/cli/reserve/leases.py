@@ -31,8 +31,8 @@ COLUMNS = (
 )  # fmt: skip
 _LEASE, _OWNER, _GPUS, _UNTIL, _LEFT, _FLAGS, _FROM, _HOLDER, _PURPOSE = range(len(COLUMNS))
 STEPS = (
-    Step(_PURPOSE, 16), Step(_GPUS, 24), Step(_FROM, 0), Step(_OWNER, 12), Step(_HOLDER, 14), Step(_GPUS, 12),
-    Step(_FLAGS, 16), Step(_HOLDER, 0), Step(_UNTIL, 0), Step(_PURPOSE, 6), Step(_OWNER, 6), Step(_FLAGS, 8),
+    Step(_PURPOSE, 16), Step(_GPUS, 24), Step(_FROM, 0), Step(_OWNER, 12), Step(_HOLDER, 14), Step(_HOLDER, 0),
+    Step(_FLAGS, 16), Step(_GPUS, 12), Step(_UNTIL, 0), Step(_PURPOSE, 6), Step(_OWNER, 6), Step(_FLAGS, 8),
 )  # fmt: skip
 _FIELDS = (
     "lease", "owner", "uid", "gpus", "gpu_count", "from", "until", "remaining_seconds", "flags", "host", "holder_pid",

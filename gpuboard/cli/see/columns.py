@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gpuboard.board.arrange import activity, age_of, users_of
 from gpuboard.board.filter.conditions import ALIASES
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.format import reason_beside
+from gpuboard.board.text.format import reason_beside, short_model
 from gpuboard.cli.options import nearest
 from gpuboard.cli.table import Cell, Column, Step
 from gpuboard.errors import UsageError
@@ -158,7 +158,7 @@ def _model(device: DeviceRow) -> str:
 
 
 def _short_model(device: DeviceRow) -> Cell:
-    return Cell(clean(_model(device), 64).removeprefix("NVIDIA ").removeprefix("GeForce "))
+    return Cell(clean(short_model(_model(device)), 64))
 
 
 def _activity(of: str) -> StatusColumn:
@@ -227,7 +227,7 @@ CSV = tuple(name for name in COLUMNS if name not in {"free", "command", *MEASURE
 # Columns cut or dropped (0) in a narrow terminal, in this order. Node, index and state always remain.
 STEPS = (
     ("command", 40), ("reason", 36), ("uuid", 16), ("model", 14), ("user", 16), ("age", 0), ("power", 0), ("temp", 0),
-    ("model", 8), ("node", 16), ("user", 8), ("command", 16), ("reason", 20), ("uuid", 0), ("free", 0), ("job", 0),
+    ("model", 9), ("node", 16), ("user", 8), ("command", 16), ("reason", 20), ("uuid", 0), ("free", 0), ("job", 0),
     ("lease", 0), ("flag", 0), ("tensor", 0), ("sm", 0),
     ("model", 0), ("util", 0), ("command", 0), ("user", 0), ("reason", 12), ("mem", 0),
     ("node", 8), ("reason", 4),

@@ -23,7 +23,7 @@ from gpuboard.cli.see.columns import COLUMNS, DeviceRow
 from gpuboard.cli.see.selection import Selection
 from gpuboard.cli.see.selection import add_arguments as add_selection
 from gpuboard.cli.stderr import report
-from gpuboard.cli.table import Cell, Row, elide, render, write_csv
+from gpuboard.cli.table import Cell, Row, elide, render, wrap, write_csv
 from gpuboard.errors import NoNodeReached, UsageError
 from gpuboard.leases.ledger import Scope
 from gpuboard.model.snapshot import NodeView, Snapshot, scheduler_words, tally
@@ -226,8 +226,12 @@ def table(
     lines = render(titles, rows, columns.steps(names), width, colour=colour)
     total = sums(listed, snapshot)
     if text := scheduler_words(snapshot.scheduler):
-        lines += ["", clean(text) if width is None else elide(clean(text), width)]
-    return [*lines, "", total if width is None else elide(total, width)]
+        lines += ["", *_wrapped(clean(text), width)]
+    return [*lines, "", *_wrapped(total, width)]
+
+
+def _wrapped(text: str, width: int | None) -> list[str]:
+    return [text] if width is None else wrap(text, width)
 
 
 def sums(snapshot: Snapshot, whole: Snapshot | None = None) -> str:
@@ -318,8 +322,9 @@ def next_due(due: float, interval_s: float, now: float) -> float:
 def _frame(shown: Sequence[str], context: Context, interval_s: float) -> str:
     """Return one frame, drawn over the last one without clearing the screen, which would flicker."""
     height = shutil.get_terminal_size().lines
-    *lines, blank, total = shown
-    room = height - 4
+    totals = max(number for number, line in enumerate(shown) if not line)  # they follow the last blank line
+    lines, tail = list(shown[:totals]), shown[totals:]
+    room = height - 2 - len(tail)
     if len(lines) > room:
         lines = [
             *lines[: room - 1],
@@ -327,6 +332,6 @@ def _frame(shown: Sequence[str], context: Context, interval_s: float) -> str:
         ]
     stamp = time.strftime("%H:%M:%S")
     head = elide(f"{stamp}  every {interval_s:g} s, ctrl-C ends", context.width or 80)
-    body = "".join(f"{line}\x1b[K\r\n" for line in [head, *lines, blank])
+    body = "".join(f"{line}\x1b[K\r\n" for line in [head, *lines, *tail[:-1]])
     # mode 2026, "synchronized output": terminals that support it update the screen at once
-    return f"\x1b[?2026h\x1b[H{body}{total}\x1b[K\x1b[J\x1b[?2026l"
+    return f"\x1b[?2026h\x1b[H{body}{tail[-1]}\x1b[K\x1b[J\x1b[?2026l"
