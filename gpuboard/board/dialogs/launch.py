@@ -206,7 +206,7 @@ class LaunchDialog(Dialog[str]):
     def _words(self, request: Request, answer: Answer) -> Text:
         look = self.board.look
         if isinstance(answer, Choice):
-            why = "" if request.picks else f"; {answer.why}"
+            why = "" if request.picks else f"\n{answer.why}"
             return Text.assemble((taken(answer), look.style("good")), (why, look.style("dim")))
         return refused(answer, look)
 
