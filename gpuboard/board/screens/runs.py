@@ -132,6 +132,7 @@ class RunsScreen(FilteredScreen):
     RunsScreen #ranks { height: 3fr; min-height: 4; }
     RunsScreen #logs { height: 3fr; display: none; }
     RunsScreen.-logs #logs { display: block; }
+    RunsScreen.-logs #list { height: 1fr; min-height: 8; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Back", id="runs.back"),
