@@ -16,7 +16,7 @@ def title(text: str) -> Runs:
 
 def above(scene: Scene, cells: int) -> list[Runs]:
     """Return the lines at the top of a screen: the scene's label, and what is wrong with the cluster as a whole."""
-    label: list[Runs] = [[(f" {scene.label} ", "warn")]] if scene.label else []
+    label: list[Runs] = [[(scene.label, "warn")]] if scene.label else []
     return label + [[(line, "bad")] for banner in scene.banners for line in wrapped(banner, cells)]
 
 
