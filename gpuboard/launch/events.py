@@ -50,7 +50,7 @@ class Output(msgspec.Struct, frozen=True):
 class Raised(msgspec.Struct, frozen=True):
     """The exception that will end the rank: the innermost cause; ``note``: what it was raised again as, or where.
 
-    ``phase``: torch, import, init or train.
+    ``phase``: torch, import, init or train. ``own_connection``: a connection was lost, and not one to another rank.
     """
 
     rank: Count
@@ -62,6 +62,7 @@ class Raised(msgspec.Struct, frozen=True):
     note: str = ""
     traceback: str = ""
     phase: str = "train"
+    own_connection: bool = False
 
 
 class Leaving(msgspec.Struct, frozen=True):

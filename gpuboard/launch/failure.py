@@ -344,7 +344,7 @@ class FailureWatch:
         text = f"{self._where(event.rank)} failed{phase}: {what}{place}{note}"
         asked = event.type == "bdb.BdbQuit" or (event.type == "EOFError" and "reading a line" in event.message)
         hint = f"its standard input is /dev/null; --stdin {event.rank} passes this terminal on to it" if asked else ""
-        symptom = symptom_of(f"{event.type}: {event.message} {event.note}")
+        symptom = "own" if event.own_connection else symptom_of(f"{event.type}: {event.message} {event.note}")
         hint = "" if event.rank == self._stdin_rank else hint
         # An exception while another one is handled is often a consequence of it.
         if tip := advice(event.note) or advice(f"{event.type}: {event.message}"):

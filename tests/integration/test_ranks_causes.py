@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,29 @@ def received():
     resource_sharer.stop()
     sharer.detach()
 
-every = chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped, received
+def killed():
+    import multiprocessing, signal
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    child.start()
+    child.kill()
+    received()
+
+class Reset(ConnectionResetError):
+    @property
+    def exceptions(self):  # which the report reads: a signal arrives meanwhile
+        import signal
+        signal.raise_signal(signal.SIGUSR1)
+
+def interrupted():
+    import signal
+    def report(*_):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    signal.signal(signal.SIGUSR1, report)
+    raise Reset("by peer")
+
+every = (chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped, received, killed,
+         interrupted)
 every[int(os.environ["RANK"])]()
 """
 
@@ -100,7 +123,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=13) as here:
+    with node(folder, SCRIPT, count=15) as here:
         go(here)
         here.wait_ended()
         found = {data["rank"]: data for data in here.data("raised")}
@@ -143,6 +166,20 @@ def test_the_cause_in_a_chain_of_exceptions(
 
 def test_the_death_of_the_process_that_sent_data_is_noted(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:
     assert raised[1][12]["note"] == "the process that sent the data has ended: a DataLoader worker?"
+    assert re.fullmatch(r"the process that sent the data \(pid \d+\) was killed by SIGKILL", raised[1][13]["note"])
+    assert [raised[1][rank]["own_connection"] for rank in (11, 12, 13)] == [False, True, True]
+
+
+def test_an_exception_of_a_signal_handler_meanwhile_is_reported(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:
+    script, found = raised
+    told = [found[14][name] for name in ("type", "message", "file", "function")]
+    assert told == [
+        "RuntimeError",
+        "DataLoader worker (pid 7) is killed by signal: Killed.",
+        script,
+        "interrupted",
+    ]
+    assert found[14]["note"].startswith("while handling Reset: by peer")
 
 
 def test_an_exit_code_of_its_own_is_no_exception(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:

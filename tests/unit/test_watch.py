@@ -50,6 +50,15 @@ def feed(target: FailureWatch, *happened: LaunchEvent, at: float = 10.0) -> Fail
     return target
 
 
+def test_a_connection_to_a_process_of_the_rank_is_not_one_to_another_rank() -> None:
+    died = "RuntimeError", "DataLoader worker (pid 9) is killed", "/exp/train.py", 41, "main"
+    note = "while handling ConnectionResetError: [Errno 104] Connection reset by peer"
+    failed = feed(watch(), RESET, Raised(1, *died, note, own_connection=True))
+    assert failed.cause is not None
+    assert (failed.cause.rank, failed.cause.symptom) == (1, "own")
+    assert feed(watch(), RESET, Raised(1, *died, note)).cause is None
+
+
 def test_an_exception_is_reported_with_rank_node_and_place() -> None:
     failed = feed(watch(), BOOM)
     assert failed.messages == ["rank 1 (gpu01:3) failed: ValueError: boom at /exp/train.py:41 in load_batch"]

@@ -35,7 +35,9 @@ def child_death(text: str, oom_before: "Dict[str, int]") -> "Optional[str]":
     reports one, the latter without a pid."""
     if re.search(r"Bus error|shared memory ?\(shm\)|shared memory (object|limit|file)|allocate shared memory", text):
         return shared_memory()
-    killed = re.search(r"\(pid (\d+)\) is killed by signal: Killed|died with <Signals.SIGKILL", text)
+    killed = re.search(
+        r"\(pid (\d+)\) (?:is killed by signal: Killed|was killed by SIGKILL)|died with <Signals.SIGKILL", text
+    )
     oom = oom_text(int(killed.group(1) or 0), oom_before) if killed else None
     return None if oom is None else "out of memory: " + oom
 

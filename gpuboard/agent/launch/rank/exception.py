@@ -6,13 +6,15 @@ This source is executed in the rank, after ``traceback_text``.
 import linecache
 import os
 import re
+import signal
 import sys
+import time
 import traceback
 
 MYPY = False
 if MYPY:
     from types import TracebackType
-    from typing import Any, Dict, List, Optional, Sequence, Tuple
+    from typing import Any, Dict, List, Optional, Pattern, Sequence, Tuple
 
     from gpuboard.agent.launch.rank import traceback_text
     from gpuboard.agent.launch.rank.traceback_text import Place
@@ -21,6 +23,9 @@ _TEXT = 16384  # characters of a message
 _BRIEF = 160  # characters of an exception that is named beside the cause
 _NOTES = 3  # of the exception itself, that are named
 _CHAIN = 16  # exceptions of a chain that are looked at
+_CHILD_ENDS_S = 1.0  # from a connection that a process has lost, while it ends, until its parent can see how it ended
+# Frames of connections to processes of the rank itself, and of what loads its data
+_OWN_CONNECTIONS = re.compile(r"/multiprocessing/(resource_sharer|queues|pool)\.py$|/torch/utils/data/")
 _NO_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 _SHOWN = 8  # names
 # The module in the message of an AttributeError or ImportError
@@ -35,7 +40,10 @@ _CHILDREN = (
 
 
 def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[str, Any]":
-    """Return type, message, file, line and function of the cause of ``error``, and a ``note`` about the others."""
+    """Return type, message, file, line and function of the cause of ``error``, and a ``note`` about the others.
+
+    ``own_connection``: a connection was lost, and not one to another rank.
+    """
     chain = _chain(error)
     at = 0
     while at + 1 < len(chain) and _is_wrapper(chain[at][0], chain[at + 1][0]):
@@ -46,7 +54,7 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
     notes += [str(added).strip().partition("\n")[0][:_BRIEF] for added in _added(cause)[:_NOTES]]
     notes += _shadowing(message) if isinstance(cause, (AttributeError, ImportError)) else []
     if isinstance(cause, (OSError, EOFError)) and _receives_data(cause_trace):
-        notes.append("the process that sent the data has ended: a DataLoader worker?")
+        notes.append(_ended_child() or "the process that sent the data has ended: a DataLoader worker?")
     parameters = _without_gradient(message, cause_trace)
     notes += [parameters] if parameters else []
     if isinstance(error, SystemExit) and cause is not error:
@@ -69,7 +77,38 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
         "line": line,
         "function": function,
         "note": ", ".join(notes),
+        "own_connection": any(
+            isinstance(one, (OSError, EOFError))
+            and _passes(trace if one is error else one.__traceback__, _OWN_CONNECTIONS)
+            for one, _ in chain
+        ),
     }
+
+
+def await_child(error: BaseException) -> None:
+    """Wait until the process that sent data to this one has ended, if ``error`` is about its lost connection.
+
+    Meanwhile a signal handler of torch's DataLoader may raise an exception about that process.
+    """
+    until = time.monotonic() + _CHILD_ENDS_S
+    lost = isinstance(error, (OSError, EOFError)) and _receives_data(error.__traceback__)
+    while lost and not _ended_child() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _ended_child() -> str:
+    """Return which process of multiprocessing has failed and how, "" if none has."""
+    for process in list(getattr(sys.modules.get("multiprocessing.process"), "_children", ())):
+        try:  # without reaping it: it is torch's
+            found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except OSError:
+            continue
+        if found is not None and found.si_status != 0:
+            exited = found.si_code == os.CLD_EXITED
+            how = "ended with exit code %d" if exited else "was killed by %s"
+            name = found.si_status if exited else signal.Signals(found.si_status).name
+            return "the process that sent the data (pid %d) %s" % (process.pid, how % name)
+    return ""
 
 
 def _chain(error: BaseException) -> "List[Tuple[BaseException, str]]":
@@ -104,7 +143,11 @@ def _members(error: BaseException) -> "Tuple[BaseException, ...]":
 
 def _receives_data(trace: "Optional[TracebackType]") -> bool:
     """Return whether a tensor was being taken over from another process, which keeps it until then."""
-    return any(frame.filename.endswith("multiprocessing/resource_sharer.py") for frame in traceback.extract_tb(trace))
+    return _passes(trace, re.compile(r"/multiprocessing/resource_sharer\.py$"))
+
+
+def _passes(trace: "Optional[TracebackType]", files: "Pattern[str]") -> bool:
+    return any(files.search(frame.filename) for frame in traceback.extract_tb(trace))
 
 
 def _shadowing(message: str) -> "List[str]":

@@ -70,8 +70,8 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
             )
         raise
     except BaseException as error:
-        _report(channel, error, state)
         _hide_our_frames()
+        _report(channel, error, state)
         raise
     # Before torch closes its connections, which other ranks may notice first.
     channel.send(dict(_calls(state), t="leaving", code=0))
@@ -282,7 +282,24 @@ def _initialized() -> bool:
 
 
 def _report(channel: "WorkerChannel", error: BaseException, state: "Dict[str, bool]") -> None:
-    trace = _strip(error.__traceback__)
+    """Report the exception that is about to end this rank.
+
+    A signal handler may raise another one meanwhile, as torch's does for a DataLoader worker that has died: that one
+    then ends the rank, and is reported with the place of the first.
+    """
+    trace = error.__traceback__
+    try:
+        exception.await_child(error)
+        _send_report(channel, error, trace, state)
+    except Exception as second:
+        _send_report(channel, second, trace, state)
+        raise second.with_traceback(trace)
+
+
+def _send_report(
+    channel: "WorkerChannel", error: BaseException, trace: "Optional[TracebackType]", state: "Dict[str, bool]"
+) -> None:
+    trace = _strip(trace)
     frames = traceback.extract_tb(trace)
     if state["importing"]:
         phase = "torch"
