@@ -51,6 +51,7 @@ class Raised(msgspec.Struct, frozen=True):
     """The exception that will end the rank: the innermost cause; ``note``: what it was raised again as, or where.
 
     ``phase``: torch, import, init or train. ``own_connection``: a connection was lost, and not one to another rank.
+    ``called``, ``calls``: see :class:`Leaving`; of a RuntimeError.
     """
 
     rank: Count
@@ -63,6 +64,8 @@ class Raised(msgspec.Struct, frozen=True):
     traceback: str = ""
     phase: str = "train"
     own_connection: bool = False
+    called: list[tuple[int, int]] = []
+    calls: list[str] = []
 
 
 class Leaving(msgspec.Struct, frozen=True):

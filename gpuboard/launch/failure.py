@@ -6,7 +6,7 @@ Times are passed in (monotonic seconds). The head acts on ``messages``, ``stop_r
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -19,6 +19,8 @@ from gpuboard.launch.causes.stderr import CHILD_FAILED
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.runs.folder import RankView, VerdictView
+from gpuboard.launch.stalls.differences import difference, evidence_of, last_calls
+from gpuboard.launch.stalls.evidence import RankEvidence
 from gpuboard.launch.stalls.waits import RankStatus, rank_words
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.text import clean
@@ -41,7 +43,6 @@ class FailureWatch:
         self.ended_nodes: set[str] = set()
         self.cause: Cause | None = None
         self.stop_reason: str | None = None  # set once; the head then stops every node
-        self.difference: tuple[str, list[int]] | None = None  # how the ranks' collectives differ, and the suspects
         self.elsewhere: dict[int, str] = {}  # rank that takes part in no collective → what it does, after "which"
         self.places_wanted: bool | None = None  # the places of the ranks may explain a failure; False: they were read
         self.comparing = False  # the collectives and places of the ranks are being read
@@ -53,6 +54,7 @@ class FailureWatch:
         self._raised: dict[int, events.Raised] = {}
         self._candidates: list[Cause] = []
         self._forwarded: set[int] = set()  # signals that the head has sent to the ranks
+        self._collectives: dict[int, RankEvidence] = {}  # what was last seen of them
         self._last_error: dict[int, str] = {}
         self._root_error: dict[int, str] = {}  # that explains the newest one
         self._last_words: dict[int, str] = {}  # the last line of stdout
@@ -119,6 +121,10 @@ class FailureWatch:
         if self.cause is not None:
             lines = [*self.cause.evidence.splitlines(), line]
             self.cause = msgspec.structs.replace(self.cause, evidence="\n".join(lines))
+
+    def note_collectives(self, found: Iterable[RankEvidence]) -> None:
+        """Record the newest collectives of ranks, which may explain a failure."""
+        self._collectives.update((one.rank, one) for one in found if one.collectives is not None)
 
     def note_forwarded(self, number: int) -> None:
         """Record that the head forwarded a signal to the ranks: it explains a rank that this signal ends."""
@@ -300,10 +306,10 @@ class FailureWatch:
             self.places_wanted = True
         if self.comparing and not self.emptied and now - first.at < _COMPARE_S:
             return None
-        return among_effects(self._failures) if self.finished or waited else None
+        return among_effects(self._failures(now)) if self.finished or waited else None
 
-    @property
-    def _failures(self) -> Failures:
+    def _failures(self, now: float) -> Failures:
+        statuses = self.statuses(lambda rank, now: None, now)
         return Failures(
             self.ranks,
             self._candidates,
@@ -311,7 +317,8 @@ class FailureWatch:
             self.exits,
             self.joined,
             self.running,
-            self.difference,
+            difference(statuses, self._collectives),
+            last_calls(statuses, self._collectives),
             self.elsewhere,
             self._last_error,
             self._where,
@@ -326,6 +333,8 @@ class FailureWatch:
     def _on_raised(self, event: events.Raised, now: float) -> None:
         self._raised[event.rank] = event
         self._set(event.rank, state="failed")
+        if (found := evidence_of(event)) is not None:
+            self.note_collectives([found])
         if self.stop_reason is not None:
             return
         rank = self.ranks[event.rank]

@@ -56,6 +56,15 @@ def test_a_function_is_called_in_the_process_group_and_may_end_it(tmp_path: Path
         assert all(0 < d["import_s"] < 60 for d in node.data("gate"))
 
 
+def test_a_rank_that_fails_by_an_error_of_torch_reports_its_collectives(tmp_path: Path) -> None:
+    with library(tmp_path, "one_fails") as node:
+        node.start()
+        node.wait_ended()
+        own, lost = sorted(node.data("raised"), key=lambda data: data["type"])
+        assert (own["type"], own.get("calls")) == ("KeyError", None)
+        assert (lost["type"], lost["called"], lost["calls"]) == ("RuntimeError", [[1, 0]], ["barrier"])
+
+
 STARVED = """
 import os
 import torch

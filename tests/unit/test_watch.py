@@ -309,6 +309,29 @@ def test_the_receiver_of_a_mismatch_is_not_blamed() -> None:
     assert failed.summary()[1] == "other ranks that failed: ranks 1-2"
 
 
+def test_the_collectives_that_ranks_called_until_a_mismatch_are_compared() -> None:
+    closed = "RuntimeError", "[gloo] Connection closed by peer [10.0.0.1]:1234", "/exp/train.py", 12, "main"
+    before = [(4, 0), (5, 1)]
+    first = Raised(1, *closed, called=before, calls=["all_reduce of float 8", "all_gather of float 6"])
+    second = Raised(2, *closed, called=before, calls=["all_reduce of float 8", "all_gather of float 4"])
+    failed = watch()
+    failed.note_output(0, "", SIZES)
+    later(failed, Exited(0, signal=6), first, second)
+    assert failed.messages[0] == (
+        "the ranks differ at collective 5: rank 1 (gpu01:3) called all_gather of float 6 at train.py:12 in main; rank "
+        "2 (gpu02:7) called all_gather of float 4 at train.py:12 in main; rank 0 (gpu01:0) received 2000 bytes and "
+        "expected 1000"
+    )
+    one_left = watch()
+    one_left.note_output(0, "", SIZES)
+    later(one_left, Exited(0, signal=6), first, lost(2))
+    assert one_left.messages[0] == (
+        "the ranks called different collectives, or one with different shapes or dtypes: rank 0 (gpu01:0) received "
+        "2000 bytes and expected 1000; rank 1 (gpu01:3) called all_gather of float 6 at train.py:12 in main "
+        "(collective 5); this does not show which rank is wrong"
+    )
+
+
 COUNTS = "DDP expects same model across all ranks, but Rank {} has {} params, while rank {} has inconsistent {} params."
 SIZES_OF = (
     "[{}]: params[0] in this process with sizes [12, 16] appears not to match sizes of the same param in process 0."

@@ -32,6 +32,7 @@ class Failures(NamedTuple):
     joined: set[int]  # ranks that have connected to the process group
     running: list[int]
     difference: tuple[str, list[int]] | None  # how the ranks' collectives differ, and the suspects
+    last_calls: Mapping[int, str]  # rank → its newest collective, with the place
     elsewhere: Mapping[int, str]  # rank that takes part in no collective → what it does, after "which"
     last_errors: Mapping[int, str]  # rank → the newest error, or else the last line, on its stderr
     where: Callable[[int], str]  # the name of a rank in messages
@@ -103,8 +104,9 @@ def _mismatch(failures: Failures, found: list[Cause]) -> Cause:
     if failures.difference is not None:
         words, suspects = failures.difference
         return _blaming(failures, "mismatch", suspects, f"{words}; {where} {got}", found[0])
+    calls = [f"; {failures.where(rank)} called {call}" for rank, call in sorted(failures.last_calls.items())[:_NAMED]]
     text = (
-        f"{who} called different collectives, or one with different shapes or dtypes: {where} {got}"
+        f"{who} called different collectives, or one with different shapes or dtypes: {where} {got}{''.join(calls)}"
         f"{'' if len(failures.ranks) == 2 else '; this does not show which rank is wrong'}"
     )
     return _blaming(failures, "mismatch", [], text, found[0])

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from gpuboard.agent.launch.rank.recorder import EQUAL
-from gpuboard.launch.events import Leaving
-from gpuboard.launch.stalls.evidence import Collective, RankEvidence
-from gpuboard.launch.stalls.waits import Activity, RankStatus, activity, group_of, ranks_label
+from gpuboard.launch.events import Leaving, Raised
+from gpuboard.launch.stalls.evidence import Collective, ProcessGroup, RankEvidence, StackFrame
+from gpuboard.launch.stalls.waits import DEFAULT_GROUP, Activity, RankStatus, activity, group_of, ranks_label
 from gpuboard.model.text import clean
 from gpuboard.model.units import ranges
 
@@ -38,18 +40,46 @@ def _named(ranks: Sequence[int], labels: Mapping[int, str]) -> str:
     return labels[ranks[0]] if len(ranks) == 1 else f"ranks {ranges(ranks)}"
 
 
+def evidence_of(raised: Raised) -> RankEvidence | None:
+    """Return what the exception that ends a rank shows of its collectives; None if nothing."""
+    known = [(number, clean(raised.calls[at], 200)) for number, at in raised.called if 0 <= at < len(raised.calls)]
+    if not known:
+        return None
+    newest = known[-1][0]
+    group = ProcessGroup(DEFAULT_GROUP, newest, newest - 1, [Collective(number, call) for number, call in known])
+    frames = [StackFrame(raised.function or "", raised.file, raised.line or 0)] if raised.file else []
+    return RankEvidence(raised.rank, 0, stack=frames, collectives=[group])
+
+
 def difference(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> tuple[str, list[int]] | None:
     """Return the first recent collective that the ranks called differently, as text, and the suspected ranks.
 
     None if the flight recorders of those that can be read show none.
     """
-    activities = {status.rank: activity(status, evidence.get(status.rank)) for status in statuses}
+    activities = _activities(statuses, evidence)
     groups = [group for one in evidence.values() for group in one.collectives or []]
     for name, seq in sorted({(group.name, entry.seq) for group in groups for entry in group.recent}):
         found = difference_at(name, seq, activities)
         if found is not None:
             return found[0], [one.status.rank for one in found[1]]
     return None
+
+
+def last_calls(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> dict[int, str]:
+    """Return the newest collective of each rank that is known, with its place, as text."""
+    found = {}
+    for rank, one in _activities(statuses, evidence).items():
+        group = group_of(one, DEFAULT_GROUP)
+        entry = group.at(group.enqueued) if group else None
+        if entry is not None:
+            found[rank] = f"{entry.words()}{f' at {one.place}' if one.place else ''} (collective {entry.seq})"
+    return found
+
+
+def _activities(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> dict[int, Activity]:
+    """Return what the ranks did when they were last seen."""
+    alive = (msgspec.structs.replace(status, ended=False) for status in statuses)
+    return {status.rank: activity(status, evidence.get(status.rank)) for status in alive}
 
 
 def difference_at(

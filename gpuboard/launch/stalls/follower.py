@@ -12,7 +12,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.launch import events
 from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.runs.folder import VerdictView
-from gpuboard.launch.stalls.differences import difference, silent_difference
+from gpuboard.launch.stalls.differences import silent_difference
 from gpuboard.launch.stalls.evidence import Inspection, store_of
 from gpuboard.launch.stalls.inspect import Inspections
 from gpuboard.launch.stalls.verdict import Explanation, elsewhere, explain
@@ -122,8 +122,7 @@ class StallFollower:
         if judge:
             self._watch.inspected(statuses, found, now, self._begun)
         evidence = {one.rank: one for inspection in found for one in inspection.ranks}
-        if sum(one.collectives is not None for one in evidence.values()) > 1:  # not after the end of the others
-            self._ranks.difference = difference(statuses, evidence)
+        self._ranks.note_collectives(evidence.values())
         if self._ranks.cause is None and not self._ranks.all_well:
             self._ranks.elsewhere = elsewhere(statuses, evidence)
         for request in self._requests:

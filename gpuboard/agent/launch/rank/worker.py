@@ -308,9 +308,12 @@ def _send_report(
     else:
         phase = "train" if state["joined"] or _initialized() else "import"
     text = "".join(traceback.format_exception(type(error), error, trace))
+    # Of torch, which raises them where ranks called different collectives, and where the connection was lost by that.
+    called = _calls(state) if isinstance(error, RuntimeError) else {}
     channel.send(
         dict(
             exception.describe(error, trace),
+            **called,
             t="raised",
             traceback=text[-_TEXT:],
             phase=phase,
