@@ -111,8 +111,12 @@ def interrupted():
     signal.signal(signal.SIGUSR1, report)
     raise Reset("by peer")
 
+def stopped():
+    import signal
+    signal.raise_signal(signal.SIGINT)
+
 every = (chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped, received, killed,
-         interrupted)
+         interrupted, stopped)
 every[int(os.environ["RANK"])]()
 """
 
@@ -123,7 +127,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=15) as here:
+    with node(folder, SCRIPT, count=16) as here:
         go(here)
         here.wait_ended()
         found = {data["rank"]: data for data in here.data("raised")}
@@ -151,6 +155,7 @@ BOOM = ("ValueError", "wrong\nvalue", 7, "boom")
             ("AttributeError", "module 'calendar' has no attribute 'month'", 60, "shadowed"),
             "site-packages/calendar.py is imported in place of calendar: rename it",
         ),
+        (15, ("KeyboardInterrupt", "SIGINT, of ctrl-C or another process", 96, "stopped"), ""),
     ],
 )
 def test_the_cause_in_a_chain_of_exceptions(

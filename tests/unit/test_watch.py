@@ -85,7 +85,7 @@ def test_a_rank_that_handled_its_exception_with_an_exit_keeps_its_code() -> None
     ("ended", "words", "code"),
     [
         (Exited(1, code=3), "rank 1 (gpu01:3) ended with exit code 3", 3),
-        (Exited(1, code=1), "rank 1 (gpu01:3) ended with exit code 1 (without an exception of its own)", 1),
+        (Exited(1, code=1), "rank 1 (gpu01:3) ended with exit code 1 (no uncaught exception)", 1),
         (
             Exited(1, code=139),
             "rank 1 (gpu01:3) ended with exit code 139 (128 + 11: a process that it waited for was killed by SIGSEGV)",

@@ -19,7 +19,7 @@ _SIGNALS = {
     signal.SIGXCPU: "it reached its CPU time limit (ulimit -t)",
 }
 _CODES = {
-    1: "without an exception of its own",
+    1: "no uncaught exception",
     120: "an error while Python wrote out its last output",
     126: "a shell: the command cannot be executed",
     127: "a shell: the command was not found",

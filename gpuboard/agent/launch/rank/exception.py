@@ -68,7 +68,9 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
         if _brief(other) != _brief(cause):
             notes.append(word + " " + _brief(other) + _at(_place(other, other.__traceback__)))
     file, line, function = place
-    if not message and file is not None and line is not None:
+    if not message and isinstance(cause, KeyboardInterrupt):
+        message = "SIGINT, of ctrl-C or another process"
+    elif not message and file is not None and line is not None:
         message = linecache.getline(file, line).strip()  # `assert loss < limit`
     return {
         "type": kind,
