@@ -51,7 +51,8 @@ class Raised(msgspec.Struct, frozen=True):
     """The exception that will end the rank: the innermost cause; ``note``: what it was raised again as, or where.
 
     ``phase``: torch, import, init or train. ``own_connection``: a connection was lost, and not one to another rank.
-    ``called``, ``calls``: see :class:`Leaving`; of a RuntimeError.
+    ``origin``: the rank that failed, of an exception that every rank gets. ``called``, ``calls``: see :class:`Leaving`;
+    of a RuntimeError.
     """
 
     rank: Count
@@ -64,6 +65,7 @@ class Raised(msgspec.Struct, frozen=True):
     traceback: str = ""
     phase: str = "train"
     own_connection: bool = False
+    origin: Count | None = None
     called: list[tuple[int, int]] = []
     calls: list[str] = []
 

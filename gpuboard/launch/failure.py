@@ -252,6 +252,8 @@ class FailureWatch:
             return False
         if first in self._raised and rank in self._raised:
             ones = [self._raised[r] for r in (first, rank)]
+            if ones[1].origin not in {None, rank}:
+                return False
             return len({(one.type, one.file, one.line) for one in ones}) == 1 and ones[1].file is not None
         place, code = self._exit_places.get(first), self.exits[first].code if first in self.exits else None
         return bool(place) and place == self._exit_places.get(rank) and code == self.exits[rank].code
@@ -337,7 +339,8 @@ class FailureWatch:
             self.note_collectives([found])
         if self.stop_reason is not None:
             return
-        rank = self.ranks[event.rank]
+        failed = event.origin if event.origin in self.ranks else event.rank
+        rank = self.ranks[failed]
         held = cuda_memory_text(event.message, rank.local_rank, self.gpu_processes.get(rank.node, {}))
         message = held or clean(" ".join(event.message.split()), 400)  # on one line
         place = f" at {clean(event.file)}:{event.line}" if event.file else ""
@@ -350,7 +353,7 @@ class FailureWatch:
         phase = phases.get(event.phase, "")
         what = clean(event.type) + (f": {message}" if message else "")
         note = f", {clean(event.note, 400)}" if event.note else ""
-        text = f"{self._where(event.rank)} failed{phase}: {what}{place}{note}"
+        text = f"{self._where(failed)} failed{phase}: {what}{place}{note}"
         asked = event.type == "bdb.BdbQuit" or (event.type == "EOFError" and "reading a line" in event.message)
         hint = f"its standard input is /dev/null; --stdin {event.rank} passes this terminal on to it" if asked else ""
         symptom = "own" if event.own_connection else symptom_of(f"{event.type}: {event.message} {event.note}")
@@ -358,9 +361,8 @@ class FailureWatch:
         # An exception while another one is handled is often a consequence of it.
         if tip := advice(event.note) or advice(f"{event.type}: {event.message}"):
             hint = f"→ {tip}"
-        node = self.ranks[event.rank].node
         origin = f"{clean(event.type)}{place}" if event.file else ""
-        self._candidates.append(Cause("raised", event.rank, node, text, hint, symptom=symptom, at=now, place=origin))
+        self._candidates.append(Cause("raised", failed, rank.node, text, hint, symptom=symptom, at=now, place=origin))
 
     def _on_exited(self, event: events.Exited, now: float) -> None:
         self.exits[event.rank] = event

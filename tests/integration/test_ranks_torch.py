@@ -65,6 +65,34 @@ def test_a_rank_that_fails_by_an_error_of_torch_reports_its_collectives(tmp_path
         assert (lost["type"], lost["called"], lost["calls"]) == ("RuntimeError", [[1, 0]], ["barrier"])
 
 
+CHECKPOINT = """
+import os, torch
+from torch import distributed
+from torch.distributed import checkpoint
+
+class Full(checkpoint.FileSystemWriter):
+    def write_data(self, *args, **kwargs):
+        if os.environ["RANK"] == "1":
+            raise OSError(28, "No space left on device")
+        return super().write_data(*args, **kwargs)
+
+distributed.init_process_group("gloo")
+checkpoint.save({"weights": torch.ones(3)}, storage_writer=Full("saved"))
+"""
+
+
+def test_an_exception_that_every_rank_gets_names_the_rank_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "save.py").write_text(CHECKPOINT)
+    with Node(launch_config(tmp_path, "save.py", count=2)) as node:
+        node.start()
+        node.wait_ended()
+        for told in node.data("raised"):
+            assert (told["type"], told["message"]) == ("OSError", "[Errno 28] No space left on device")
+            assert (told["line"], told["function"], told["origin"]) == (9, "write_data", 1)
+            note = "every rank got it as torch.distributed.checkpoint.api.CheckpointException"
+            assert told["note"] == f"{note} at {tmp_path / 'save.py'}:13"
+
+
 STARVED = """
 import os
 import torch

@@ -50,6 +50,17 @@ def feed(target: FailureWatch, *happened: LaunchEvent, at: float = 10.0) -> Fail
     return target
 
 
+def test_the_rank_whose_exception_every_rank_gets_has_failed() -> None:
+    full = "OSError", "[Errno 28] No space left on device", "/exp/train.py", 41, "write_data"
+    failed = feed(watch(), Raised(0, *full, origin=2), Raised(2, *full, origin=2))
+    assert failed.messages == [
+        "rank 2 (gpu02:7) failed: OSError: [Errno 28] No space left on device at /exp/train.py:41 in write_data"
+    ]
+    feed(failed, *(Exited(rank, code=1) for rank in (0, 1, 2)))
+    assert failed.summary()[1:] == ["secondary failures: ranks 0-1"]
+    assert feed(watch(), Raised(0, *full, origin=9)).messages[0].startswith("rank 0 (gpu01:0) failed: "), "no rank"
+
+
 def test_a_connection_to_a_process_of_the_rank_is_not_one_to_another_rank() -> None:
     died = "RuntimeError", "DataLoader worker (pid 9) is killed", "/exp/train.py", 41, "main"
     note = "while handling ConnectionResetError: [Errno 104] Connection reset by peer"

@@ -36,7 +36,9 @@ def child_death(text: str, oom_before: "Dict[str, int]") -> "Optional[str]":
     if re.search(r"Bus error|shared memory ?\(shm\)|shared memory (object|limit|file)|allocate shared memory", text):
         return shared_memory()
     killed = re.search(
-        r"\(pid (\d+)\) (?:is killed by signal: Killed|was killed by SIGKILL)|died with <Signals.SIGKILL", text
+        r"\(pid (\d+)\) (?:is killed by signal: Killed|was killed by SIGKILL)|died with <Signals.SIGKILL|"
+        r"process pool was terminated abruptly",
+        text,
     )
     oom = oom_text(int(killed.group(1) or 0), oom_before) if killed else None
     return None if oom is None else "out of memory: " + oom

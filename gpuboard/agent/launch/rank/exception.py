@@ -42,7 +42,8 @@ _CHILDREN = (
 def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[str, Any]":
     """Return type, message, file, line and function of the cause of ``error``, and a ``note`` about the others.
 
-    ``own_connection``: a connection was lost, and not one to another rank.
+    ``own_connection``: a connection was lost, and not one to another rank. ``origin``: the rank that failed, of an
+    exception that every rank gets.
     """
     chain = _chain(error)
     at = 0
@@ -79,6 +80,7 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
         "line": line,
         "function": function,
         "note": ", ".join(notes),
+        "origin": min(_of_ranks(cause), default=None),
         "own_connection": any(
             isinstance(one, (OSError, EOFError))
             and _passes(trace if one is error else one.__traceback__, _OWN_CONNECTIONS)
@@ -180,6 +182,11 @@ def _file(error: BaseException) -> str:
 def _read(error: BaseException, trace: "Optional[TracebackType]") -> "Tuple[str, str, Place, List[str]]":
     """Return type, message, place and notes; of the exception in a child process if the text of one is in there."""
     message, place = _message(error), _place(error, trace)
+    failed = _of_ranks(error)
+    if failed:
+        below, stack = failed[min(failed)]
+        inside = traceback_text.innermost([(frame.filename, frame.lineno, frame.name) for frame in stack])
+        return type_name(below), _message(below), inside, ["every rank got it as %s" % type_name(error) + _at(place)]
     remote = error.__cause__
     if remote is not None and type(remote).__name__.endswith("RemoteTraceback"):
         last = traceback_text.last_traceback(str(remote))
@@ -193,6 +200,12 @@ def _read(error: BaseException, trace: "Optional[TracebackType]") -> "Tuple[str,
     if found:
         where = max(found)[1]  # the innermost
     return last[0], last[1], last[2], [where + _at(place, " for")]
+
+
+def _of_ranks(error: BaseException) -> "Dict[int, Any]":
+    """Return, by rank, the exceptions with their stacks that torch.distributed.checkpoint raises on every rank."""
+    found = getattr(error, "failures", None)
+    return found if type(error).__name__ == "CheckpointException" and isinstance(found, dict) else {}
 
 
 def type_name(error: BaseException) -> str:
