@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import msgspec
 import pytest
 
 from gpuboard.launch import events
@@ -333,13 +334,26 @@ def test_the_collectives_that_ranks_called_until_a_mismatch_are_compared() -> No
         "2 (gpu02:7) called all_gather of float 4 at train.py:12 in main; rank 0 (gpu01:0) received 2000 bytes and "
         "expected 1000"
     )
+    alike = watch()
+    alike.note_output(0, "", SIZES)
+    later(alike, Exited(0, signal=6), first, msgspec.structs.replace(first, rank=2))
+    assert alike.messages[0] == (
+        "ranks 1-2 called all_gather of float 6 (collective 5) at train.py:12 in main; rank 0 (gpu01:0) received 2000 "
+        "bytes and expected 1000; most likely wrong: rank 0 (gpu01:0)"
+    )
+    assert (alike.cause and alike.cause.rank, alike.exit_code()) == (0, 1)
+    uneven = [msgspec.structs.replace(first, rank=rank, called=[(5, 0)], calls=["all_to_all"]) for rank in (1, 2)]
+    splits = watch()
+    splits.note_output(0, "", SIZES)
+    later(splits, Exited(0, signal=6), *uneven)
+    assert "does not show which rank is wrong" in splits.messages[0], "their sizes may differ"
     one_left = watch()
     one_left.note_output(0, "", SIZES)
     later(one_left, Exited(0, signal=6), first, lost(2))
     assert one_left.messages[0] == (
         "the ranks called different collectives, or one with different shapes or dtypes: rank 0 (gpu01:0) received "
-        "2000 bytes and expected 1000; rank 1 (gpu01:3) called all_gather of float 6 at train.py:12 in main "
-        "(collective 5); this does not show which rank is wrong"
+        "2000 bytes and expected 1000; rank 1 (gpu01:3) called all_gather of float 6 (collective 5) at "
+        "train.py:12 in main; this does not show which rank is wrong"
     )
 
 

@@ -11,6 +11,7 @@ import msgspec
 from gpuboard.launch.causes.cause import Cause, FailureKind
 from gpuboard.launch.causes.models import different_models
 from gpuboard.launch.runs.folder import RankView
+from gpuboard.launch.stalls.differences import LastCall
 from gpuboard.launch.stalls.verdict import UNEVEN_INPUTS
 from gpuboard.launch.stalls.waits import rank_words
 from gpuboard.launch.stalls.words import is_warning
@@ -32,7 +33,7 @@ class Failures(NamedTuple):
     joined: set[int]  # ranks that have connected to the process group
     running: list[int]
     difference: tuple[str, list[int]] | None  # how the ranks' collectives differ, and the suspects
-    last_calls: Mapping[int, str]  # rank → its newest collective, with the place
+    last_calls: Mapping[int, LastCall]  # rank → its newest collective
     elsewhere: Mapping[int, str]  # rank that takes part in no collective → what it does, after "which"
     last_errors: Mapping[int, str]  # rank → the newest error, or else the last line, on its stderr
     where: Callable[[int], str]  # the name of a rank in messages
@@ -104,7 +105,17 @@ def _mismatch(failures: Failures, found: list[Cause]) -> Cause:
     if failures.difference is not None:
         words, suspects = failures.difference
         return _blaming(failures, "mismatch", suspects, f"{words}; {where} {got}", found[0])
-    calls = [f"; {failures.where(rank)} called {call}" for rank, call in sorted(failures.last_calls.items())[:_NAMED]]
+    known = failures.last_calls
+    failed = {c.rank for c in found if c.rank is not None}
+    others = sorted(failures.ranks.keys() - failed)
+    if len(failed) == 1 and len(others) > 1 and known.keys() >= set(others):
+        same = {known[rank].words for rank in others if known[rank].comparable}
+        if len(same) == 1 and all(known[rank].comparable for rank in others):  # it alone expected another size
+            one_place = len({known[rank].place for rank in others}) == 1
+            call = known[others[0]].text if one_place else known[others[0]].words
+            text = f"{rank_words(others)} called {call}; {where} {got}; most likely wrong: {where}"
+            return _blaming(failures, "mismatch", sorted(failed), text, found[0])
+    calls = [f"; {failures.where(rank)} called {call.text}" for rank, call in sorted(known.items())[:_NAMED]]
     text = (
         f"{who} called different collectives, or one with different shapes or dtypes: {where} {got}{''.join(calls)}"
         f"{'' if len(failures.ranks) == 2 else '; this does not show which rank is wrong'}"

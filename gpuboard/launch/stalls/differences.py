@@ -6,6 +6,7 @@ gloo may accept data of another size or type, and go on with wrong values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -65,14 +66,28 @@ def difference(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEviden
     return None
 
 
-def last_calls(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> dict[int, str]:
-    """Return the newest collective of each rank that is known, with its place, as text."""
+class LastCall(NamedTuple):
+    """The newest collective of a rank. ``comparable``: its ranks must pass tensors of equal shape and type."""
+
+    words: str
+    place: str
+    comparable: bool
+
+    @property
+    def text(self) -> str:
+        """``all_reduce of float 4 (collective 12) at train.py:41``."""
+        return f"{self.words} at {self.place}" if self.place else self.words
+
+
+def last_calls(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> dict[int, LastCall]:
+    """Return the newest collective of each rank that is known."""
     found = {}
     for rank, one in _activities(statuses, evidence).items():
         group = group_of(one, DEFAULT_GROUP)
         entry = group.at(group.enqueued) if group else None
         if entry is not None:
-            found[rank] = f"{entry.words()}{f' at {one.place}' if one.place else ''} (collective {entry.seq})"
+            comparable = entry.words().partition(" of ")[0].strip("_") in EQUAL
+            found[rank] = LastCall(f"{entry.words()} (collective {entry.seq})", one.place, comparable)
     return found
 
 
