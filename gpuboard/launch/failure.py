@@ -19,7 +19,7 @@ from gpuboard.launch.causes.stderr import CHILD_FAILED
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.runs.folder import RankView, VerdictView
-from gpuboard.launch.stalls.differences import difference, evidence_of, last_calls
+from gpuboard.launch.stalls.differences import difference, evidence_of, last_calls, merged
 from gpuboard.launch.stalls.evidence import RankEvidence
 from gpuboard.launch.stalls.waits import RankStatus, rank_words
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
@@ -124,7 +124,9 @@ class FailureWatch:
 
     def note_collectives(self, found: Iterable[RankEvidence]) -> None:
         """Record the newest collectives of ranks, which may explain a failure."""
-        self._collectives.update((one.rank, one) for one in found if one.collectives is not None)
+        for one in found:
+            if one.collectives is not None:
+                self._collectives[one.rank] = merged(self._collectives.get(one.rank), one)
 
     def note_forwarded(self, number: int) -> None:
         """Record that the head forwarded a signal to the ranks: it explains a rank that this signal ends."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from gpuboard.launch.events import Leaving
-from gpuboard.launch.stalls.differences import silent_difference
+from gpuboard.launch.events import Leaving, Raised
+from gpuboard.launch.stalls.differences import evidence_of, merged, silent_difference
+from gpuboard.launch.stalls.evidence import Collective, ProcessGroup, RankEvidence
 
 LABELS = {rank: f"rank {rank} (gpu0{rank + 1}:0)" for rank in range(3)}
 
@@ -28,3 +29,19 @@ def test_ranks_that_agree_as_far_as_known_do_not_differ() -> None:
     ]
     left.append(Leaving(0, called=[(2950, 7)], calls=["reduce"]))  # a number without its call
     assert silent_difference(left, LABELS) is None
+
+
+def test_what_was_seen_of_a_rank_before_its_end_is_kept() -> None:
+    raised = evidence_of(
+        Raised(
+            1, "RuntimeError", "closed", "/exp/train.py", 12, "main", called=[(5, 0)], calls=["all_gather of float 6"]
+        )
+    )
+    assert raised is not None
+    subgroup = ProcessGroup("1", 2, 2)
+    seen = RankEvidence(1, 101, collectives=[ProcessGroup("0", 5, 4, [Collective(5, "all_gather", [[6]])]), subgroup])
+    after = merged(raised, seen)
+    assert (after.stack, after.collectives) == (raised.stack, seen.collectives), "its process had ended: no stack"
+    assert merged(seen, raised).collectives == [*(raised.collectives or []), subgroup]
+    later = RankEvidence(1, 101, collectives=[ProcessGroup("0", 6, 5)])
+    assert merged(raised, later) == later, "the stack is of another call"

@@ -52,6 +52,16 @@ def evidence_of(raised: Raised) -> RankEvidence | None:
     return RankEvidence(raised.rank, 0, stack=frames, collectives=[group])
 
 
+def merged(old: RankEvidence | None, new: RankEvidence) -> RankEvidence:
+    """Return ``new`` with the process groups that only ``old`` has, and with its stack if that is of the same call."""
+    newest = {group.name: group.enqueued for group in new.collectives or ()}
+    before = [] if old is None else old.collectives or []
+    same = all(newest.get(group.name, group.enqueued) == group.enqueued for group in before)
+    stack = old.stack if old is not None and not new.stack and same else new.stack
+    groups = [*(new.collectives or ()), *(group for group in before if group.name not in newest)]
+    return msgspec.structs.replace(new, stack=stack, collectives=groups)
+
+
 def difference(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> tuple[str, list[int]] | None:
     """Return the first recent collective that the ranks called differently, as text, and the suspected ranks.
 
