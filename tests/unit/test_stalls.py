@@ -552,6 +552,18 @@ def test_a_rank_that_computes_in_one_function_without_calls_is_named_sooner() ->
     assert preparing.follow(39) is None
 
 
+def test_a_data_loader_worker_that_computes_in_one_function_without_calls_is_named_sooner() -> None:
+    worker = ChildProcess(7, "python", "R", WORKER, gil=True)
+    idle = ChildProcess(8, "python", "S", WORKER[1:], gil=False)
+    waits = msgspec.structs.replace(BUSY, stack=LOADER, gil=False, children=[worker, idle])
+    run = Run(waits, quiet=False)
+    assert run.follow(60) == pytest.approx(10.5, abs=1.0)
+    assert "whose worker 7 is at data.py:12 in __getitem__" in run.watch.messages[0]
+    assert run.watch.messages[0].startswith("waiting 10 s for rank 1 (gpu01:1)"), "no stall"
+    for others in ({"moved_bytes": 10}, {"children": [idle]}, {"stack": LOAD}):
+        assert Run(msgspec.structs.replace(waits, **others), quiet=False).follow(39) is None, others
+
+
 def test_ranks_that_are_all_idle_elsewhere_are_reported() -> None:
     run = Run(IDLE, quiet=True, waiting=seen(0, LOAD, group(11, 11)))
     assert run.follow(100) == pytest.approx(90, abs=2)

@@ -69,13 +69,14 @@ class ProcessGroup(msgspec.Struct, frozen=True):
 
 
 class ChildProcess(msgspec.Struct, frozen=True):
-    """A process below a rank, for example a DataLoader worker. ``source`` as in :class:`RankEvidence`."""
+    """A process below a rank, for example a DataLoader worker. ``source``, ``gil`` as in :class:`RankEvidence`."""
 
     pid: Count
     name: str = ""
     state: str = ""
     stack: list[StackFrame] = []
     source: str = ""
+    gil: bool | None = None
 
 
 class FileLock(msgspec.Struct, frozen=True):

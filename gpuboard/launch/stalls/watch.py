@@ -11,7 +11,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from gpuboard.agent.launch.rank.traceback_text import is_library
-from gpuboard.launch.stalls.evidence import Inspection, RankEvidence, connects, store_of
+from gpuboard.launch.stalls.evidence import (
+    Inspection,
+    RankEvidence,
+    StackFrame,
+    connects,
+    store_of,
+    waits_for_data,
+)
 from gpuboard.launch.stalls.verdict import Stall, diagnose, grouped, picture
 from gpuboard.launch.stalls.waits import Activity, RankGroup, RankStatus, activity
 from gpuboard.launch.stalls.words import seconds
@@ -302,10 +309,19 @@ def _sleeps(one: RankEvidence) -> bool:
 
 
 def _loop(one: RankEvidence) -> object:
-    """Return the innermost function and where it was called if a rank computes there, in the user's own code."""
-    if not one.gil or one.moved_bytes or one.children or not one.stack or is_library(one.stack[0].file):
+    """Return the innermost function and where it was called if a rank computes there, in the user's own code, or a
+    DataLoader worker for which it waits."""
+    if one.moved_bytes:
         return None
-    return one.stack[0].function, one.stack[0].file, one.stack[1:]
+    if waits_for_data(one.stack):
+        return [(child.pid, called) for child in one.children if (called := _computing(child.gil, child.stack))] or None
+    return None if one.children else _computing(one.gil, one.stack)
+
+
+def _computing(gil: bool | None, stack: Sequence[StackFrame]) -> object:
+    if not gil or not stack or is_library(stack[0].file):
+        return None
+    return stack[0].function, stack[0].file, stack[1:]
 
 
 def _works(one: RankEvidence) -> bool:
