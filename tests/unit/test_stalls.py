@@ -238,6 +238,16 @@ def test_a_rank_whose_wrapper_has_not_started_python_is_not_called_importing() -
     assert "--wrap" in found.remedy
 
 
+def test_a_rank_that_has_replaced_its_python_is_named() -> None:
+    error = "Error: Failed to find python version from target process"
+    found = verdict(WAITING, seen(1, [], name="sleep", stack_error=error, collectives=None))
+    assert found is not None
+    assert "rank 1 (gpu01:1), which has replaced its Python by sleep" in found.words
+    unreadable = verdict(WAITING, seen(1, [], name="pt_main_thread", stack_error="Permission denied", collectives=None))
+    assert unreadable is not None
+    assert "rank 1 (gpu01:1), which is at an unknown place" in unreadable.words
+
+
 @pytest.mark.parametrize(("state", "words"), [("T", "is stopped (SIGSTOP"), ("D", "in uninterruptible sleep in nfs")])
 def test_a_stopped_or_blocked_rank_comes_first(state: str, words: str) -> None:
     found = verdict(WAITING, seen(1, LOAD, group(11, 11), state=state, wchan="nfs_wait"), seen(2, LOAD, group(11, 11)))

@@ -101,6 +101,8 @@ def is_at(one: Activity, absent: bool) -> str:
     if one.doing == "unknown":
         return f"{before}cannot be inspected"
     evidence = one.evidence
+    if evidence is not None and "find python" in (evidence.stack_error or "") and (other := other_program(one)):
+        return f"{before}has replaced its Python by {other}"
     how = ""
     if evidence is not None and cpu(one) and (evidence.cpu or 0.0) >= _LITTLE:
         how = f" ({round(100 * cpu(one))} % of a core{', holding the GIL' if evidence.gil else ''})"
