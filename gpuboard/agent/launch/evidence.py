@@ -37,7 +37,7 @@ def child_death(text: str, oom_before: "Dict[str, int]") -> "Optional[str]":
         return shared_memory()
     killed = re.search(
         r"\(pid (\d+)\) (?:is killed by signal: Killed|was killed by SIGKILL)|died with <Signals.SIGKILL|"
-        r"process pool was terminated abruptly",
+        r"process pool was terminated abruptly|terminated with signal SIGKILL",
         text,
     )
     oom = oom_text(int(killed.group(1) or 0), oom_before) if killed else None
