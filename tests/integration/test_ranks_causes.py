@@ -97,6 +97,16 @@ def killed():
     child.kill()
     received()
 
+def reaped():
+    import multiprocessing, signal
+    def _try_get_data():  # as torch's
+        failed_workers = [multiprocessing.get_context("fork").Process(target=signal.pause)]
+        failed_workers[0].start()
+        failed_workers[0].kill()
+        failed_workers[0].join()
+        raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    _try_get_data()
+
 class Reset(ConnectionResetError):
     @property
     def exceptions(self):  # which the report reads: a signal arrives meanwhile
@@ -116,7 +126,7 @@ def stopped():
     signal.raise_signal(signal.SIGINT)
 
 every = (chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped, received, killed,
-         interrupted, stopped)
+         interrupted, stopped, reaped)
 every[int(os.environ["RANK"])]()
 """
 
@@ -127,7 +137,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=16) as here:
+    with node(folder, SCRIPT, count=17) as here:
         go(here)
         here.wait_ended()
         found = {data["rank"]: data for data in here.data("raised")}
@@ -155,7 +165,7 @@ BOOM = ("ValueError", "wrong\nvalue", 7, "boom")
             ("AttributeError", "module 'calendar' has no attribute 'month'", 60, "shadowed"),
             "site-packages/calendar.py is imported in place of calendar: rename it",
         ),
-        (15, ("KeyboardInterrupt", "SIGINT, of ctrl-C or another process", 96, "stopped"), ""),
+        (15, ("KeyboardInterrupt", "SIGINT, of ctrl-C or another process", 106, "stopped"), ""),
     ],
 )
 def test_the_cause_in_a_chain_of_exceptions(
@@ -172,6 +182,7 @@ def test_the_cause_in_a_chain_of_exceptions(
 def test_the_death_of_the_process_that_sent_data_is_noted(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:
     assert raised[1][12]["note"] == "the process that sent the data has ended: a DataLoader worker?"
     assert re.fullmatch(r"the process that sent the data \(pid \d+\) was killed by SIGKILL", raised[1][13]["note"])
+    assert re.fullmatch(r"worker \(pid \d+\) was killed by SIGKILL", raised[1][16]["note"])
     assert [raised[1][rank]["own_connection"] for rank in (11, 12, 13)] == [False, True, True]
 
 
@@ -244,7 +255,7 @@ def test_the_cause_in_a_child_process(tmp_path: Path) -> None:
         assert found[1]["note"] == f"in DataLoader worker process 0 for {script}:25"
         assert found[2]["note"] == f"in a process of a pool for {script}:27"
         assert (found[3]["line"], found[3]["message"].endswith(" exited unexpectedly")) == (22, True)
-        assert " is killed by signal: Bus error." in found[3]["note"]
+        assert re.search(r" is killed by signal: Bus error\.|\(pid \d+\) was killed by SIGBUS", found[3]["note"])
         assert ", /dev/shm: " in found[3]["note"]
 
 

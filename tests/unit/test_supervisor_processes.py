@@ -108,6 +108,11 @@ def test_the_interpreter_is_python_then_that_of_the_environment_then_of_path(tmp
         start.interpreter(None, {"PATH": "/nonexistent"}, False)
 
 
+@pytest.mark.parametrize("how", ["is killed by signal: Bus error.", "was killed by SIGBUS"])
+def test_a_process_without_shared_memory_shows_how_full_it_is(how: str) -> None:
+    assert (evidence.child_death(f"worker (pid 7) {how}", {}) or "").startswith("/dev/shm: ")
+
+
 def test_no_evidence_without_a_kill() -> None:
     assert evidence.oom_text(os.getpid(), evidence.oom_counts()) is None
     before = {folder: count - 1 for folder, count in evidence.oom_counts().items()}

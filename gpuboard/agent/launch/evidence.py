@@ -33,7 +33,9 @@ def recorded(path: str) -> "Optional[str]":
 def child_death(text: str, oom_before: "Dict[str, int]") -> "Optional[str]":
     """Return evidence for an exception about the death of a process of the rank: torch's DataLoader or subprocess
     reports one, the latter without a pid."""
-    if re.search(r"Bus error|shared memory ?\(shm\)|shared memory (object|limit|file)|allocate shared memory", text):
+    if re.search(
+        r"Bus error|SIGBUS|shared memory ?\(shm\)|shared memory (object|limit|file)|allocate shared memory", text
+    ):
         return shared_memory()
     killed = re.search(
         r"\(pid (\d+)\) (?:is killed by signal: Killed|was killed by SIGKILL)|died with <Signals.SIGKILL|"

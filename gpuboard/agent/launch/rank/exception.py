@@ -24,6 +24,7 @@ _BRIEF = 160  # characters of an exception that is named beside the cause
 _NOTES = 3  # of the exception itself, that are named
 _CHAIN = 16  # exceptions of a chain that are looked at
 _CHILD_ENDS_S = 1.0  # from a connection that a process has lost, while it ends, until its parent can see how it ended
+_TRY = "_try_get_data"  # of torch's DataLoader
 # Frames of connections to processes of the rank itself, and of what loads its data
 _OWN_CONNECTIONS = re.compile(r"/multiprocessing/(resource_sharer|queues|pool)\.py$|/torch/utils/data/")
 _NO_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
@@ -56,6 +57,8 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
     notes += _shadowing(message) if isinstance(cause, (AttributeError, ImportError)) else []
     if isinstance(cause, (OSError, EOFError)) and _receives_data(cause_trace):
         notes.append(_ended_child() or "the process that sent the data has ended: a DataLoader worker?")
+    if "exited unexpectedly" in message and not any("is killed by signal" in _message(one) for one, _ in chain):
+        notes += _ended_workers(cause_trace)
     parameters = _without_gradient(message, cause_trace)
     notes += [parameters] if parameters else []
     if isinstance(error, SystemExit) and cause is not error:
@@ -108,11 +111,21 @@ def _ended_child() -> str:
         except OSError:
             continue
         if found is not None and found.si_status != 0:
-            exited = found.si_code == os.CLD_EXITED
-            how = "ended with exit code %d" if exited else "was killed by %s"
-            name = found.si_status if exited else signal.Signals(found.si_status).name
-            return "the process that sent the data (pid %d) %s" % (process.pid, how % name)
+            code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            return "the process that sent the data" + _ended(process.pid, code)
     return ""
+
+
+def _ended_workers(trace: "Optional[TracebackType]") -> "List[str]":
+    """Return how the DataLoader workers ended that torch found dead: it may have reaped them before its handler."""
+    found = [f.f_locals.get("failed_workers") for f, _ in traceback.walk_tb(trace) if f.f_code.co_name == _TRY]
+    workers = found[-1] if found and isinstance(found[-1], list) else []
+    return ["worker" + _ended(worker.pid, worker.exitcode) for worker in workers if worker.exitcode]
+
+
+def _ended(pid: int, code: int) -> str:
+    how = "ended with exit code %d" % code if code >= 0 else "was killed by " + signal.Signals(-code).name
+    return " (pid %d) %s" % (pid, how)
 
 
 def _chain(error: BaseException) -> "List[Tuple[BaseException, str]]":
