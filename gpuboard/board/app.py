@@ -59,7 +59,6 @@ class SceneChanged(Message):
         self.scene = scene
 
     def can_replace(self, message: Message) -> bool:
-        """Replace any older scene."""
         return isinstance(message, SceneChanged)
 
 
@@ -176,7 +175,6 @@ class BoardApp(CrashHookApp):
                 break
 
     def on_work_done(self, message: WorkDone) -> None:
-        """Continue in the UI's thread after background work."""
         message.then()
 
     def ask(
@@ -205,7 +203,6 @@ class BoardApp(CrashHookApp):
         threading.Thread(target=run, name="ask", daemon=True).start()
 
     def show_error(self, error: GpuboardError) -> None:
-        """Show an error as a toast."""
         self.notify(str(error), severity="error", timeout=12, markup=False)
 
     def show_error_once(self, error: GpuboardError) -> None:
@@ -221,7 +218,6 @@ class BoardApp(CrashHookApp):
     # Themes and preferences
 
     def use_theme(self, name: str) -> None:
-        """Use a theme, also after the next start."""
         self.theme_in_use = name
         self.theme = name
         self.remember(theme=name)
@@ -249,7 +245,6 @@ class BoardApp(CrashHookApp):
         self.theme = command.name if isinstance(command, UseTheme) else self.theme_in_use
 
     def on_command_palette_closed(self, message: CommandPalette.Closed) -> None:
-        """End the preview, unless its theme was chosen."""
         if not message.option_selected:
             self.theme = self.theme_in_use
 
@@ -325,17 +320,14 @@ class BoardApp(CrashHookApp):
             self.push_screen(HelpScreen(getattr(self.screen, "TITLE_WORDS", "")))
 
     def action_leases(self) -> None:
-        """Open the leases, or close them."""
         self._toggle(LeasesScreen)
 
     def action_overview(self) -> None:
-        """Open the overview, or close it."""
         from gpuboard.board.screens.overview import OverviewScreen  # late: it is not shown at the start
 
         self._toggle(OverviewScreen)
 
     def action_processes(self) -> None:
-        """Open the processes on all GPUs, or close them."""
         from gpuboard.board.screens.processes import ProcessesScreen  # late: not shown at the start
 
         self._toggle(ProcessesScreen)
@@ -382,7 +374,6 @@ class BoardApp(CrashHookApp):
         self.push_screen(NodeScreen(name))
 
     def action_theme(self) -> None:
-        """Choose a theme, with a preview."""
         self.push_screen(SafePalette(providers=[Themes], placeholder="Theme…"))
 
     def action_command_palette(self) -> None:
@@ -403,11 +394,9 @@ class BoardApp(CrashHookApp):
         self.refresh(layout=True)
 
     def go_to_node(self, name: str) -> None:
-        """Show a node in the cluster view."""
         self._go_to(f"node:{name}")
 
     def go_to_gpu(self, uuid: str) -> None:
-        """Show a GPU in the cluster view."""
         self._go_to(uuid)
 
     def _go_to(self, key: str) -> None:
@@ -421,7 +410,6 @@ class BoardApp(CrashHookApp):
         self.leave(0)
 
     def leave(self, code: int) -> None:
-        """End the board with an exit code."""
         if self.guard is not None:
             self.guard.leave(code)
         if self._save_timer is not None and self._save_timer.is_alive():

@@ -61,7 +61,6 @@ class NodeRow(msgspec.Struct, frozen=True):
 
     @property
     def gpus(self) -> Sequence[GpuView]:
-        """The GPUs in this row."""
         return self.node.gpus[self.first : self.last] if self.first or self.last is not None else self.node.gpus
 
 

@@ -87,7 +87,6 @@ def open_copy(board: BoardApp, uuids: Sequence[str]) -> None:
 
 
 def copy_lease(board: BoardApp, lease: Lease) -> None:
-    """Offer texts about a lease to copy."""
     makers: dict[str, Callable[[], str]] = {
         "id": lambda: lease.id,
         "gpus": lambda: places_words(lease.gpus),

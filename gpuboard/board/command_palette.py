@@ -41,11 +41,9 @@ class Themes(Provider):
 
     @property
     def board(self) -> BoardApp:
-        """The app, typed."""
         return cast("BoardApp", self.app)
 
     def commands(self) -> Iterator[_Command]:
-        """Yield what is offered, in order."""
         used = self.board.theme_in_use
         # the one in use first: the list opens with it highlighted, so the preview changes nothing
         for name in sorted(self.board.themes, key=lambda name: (name != used, name)):
@@ -59,7 +57,6 @@ class Themes(Provider):
                 yield DiscoveryHit(_prompt(Content(command.title), command.note), command.run, command.title)
 
     async def search(self, query: str) -> Hits:
-        """Offer the commands that match."""
         matcher = self.matcher(query)
         for command in self.commands():
             if (score := matcher.match(command.title)) > 0:

@@ -97,7 +97,6 @@ class Core:
             self._recorder.start()
 
     def scene(self) -> Scene:
-        """Return the cluster as it is now."""
         snapshot = self.fleet.snapshot()
         lines = banners(snapshot, running_s=time.monotonic() - self._began)
         return Scene(snapshot, self.operations.leases(snapshot), uids=self.fleet.uids(), banners=lines)

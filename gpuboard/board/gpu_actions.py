@@ -28,19 +28,15 @@ class ActingScreen(BoardScreen):
         """Return the UUIDs of the GPUs that an action applies to: the marked ones, else the cursor's."""
 
     def action_reserve(self) -> None:
-        """Open the dialog that reserves them."""
         reserve.open_reserve(self.board, self.targets())
 
     def action_launch(self) -> None:
-        """Open the dialog that launches on them."""
         launch.open_launch(self.board, self.targets())
 
     def action_signal(self) -> None:
-        """Send a signal to a process on them."""
         signal.open_signal(self.board, self.targets())
 
     def action_copy(self) -> None:
-        """Offer texts about them to copy."""
         clipboard.open_copy(self.board, self.targets())
 
 
@@ -52,11 +48,9 @@ class GraphScreen(BoardScreen):
 
     @property
     def span(self) -> Span:
-        """The span of the graphs."""
         return self.board.preferences.graphs
 
     def on_resize(self) -> None:
-        """Share the new height."""
         self.call_after_refresh(self.on_screen_resume)
 
     def action_span(self) -> None:

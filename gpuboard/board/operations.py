@@ -44,7 +44,6 @@ class Attempt:
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was cancelled."""
         return self._cancelled
 
     def cancel(self) -> None:

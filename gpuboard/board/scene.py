@@ -67,7 +67,6 @@ class Scene:
 
     @cached_property
     def nodes(self) -> dict[str, NodeView]:
-        """Every node by its name."""
         return {node.name: node for node in self.snapshot.nodes}
 
     @cached_property

@@ -150,7 +150,6 @@ class Box(ModalScreen[T]):
 
     @property
     def board(self) -> BoardApp:
-        """The app, typed."""
         return cast("BoardApp", self.app)
 
     def compose(self) -> ComposeResult:
@@ -162,11 +161,9 @@ class Box(ModalScreen[T]):
                 yield from self.buttons()
 
     def inside(self) -> ComposeResult:
-        """The content between title and buttons."""
         return iter(())
 
     def buttons(self) -> Iterator[Button]:
-        """The buttons, from the left."""
         return iter(())
 
     def show(self, scene: Scene) -> None:
@@ -184,7 +181,6 @@ class Box(ModalScreen[T]):
         return super().dismiss(result)
 
     def action_cancel(self) -> None:
-        """Close without doing anything."""
         self.dismiss(None)
 
     def action_page(self, by: int) -> None:
@@ -240,7 +236,6 @@ class Dialog(Box[T]):
         self._message = Text()
 
     def inside(self) -> ComposeResult:
-        """The fields, and the message below them."""
         with VerticalScroll(id="fields", can_focus=False):
             for field in self.fields.values():
                 with Horizontal(classes="field -text" if field.text else "field"):
@@ -298,7 +293,6 @@ class Dialog(Box[T]):
         self._checked()
 
     def wrong(self) -> dict[str, str]:
-        """Return the errors by field."""
         return {key: words for key, text in self.values.items() if (words := self.fields[key].check(text))}
 
     def changed(self) -> None:
@@ -352,7 +346,6 @@ class Dialog(Box[T]):
         self.query_one("#commit", Button).disabled = bool(wrong) or self._busy
 
     def check(self) -> None:
-        """Check all fields again."""
         self._checked()
         self.changed()
 
@@ -404,7 +397,6 @@ class Confirm(Box[bool]):
         self._verb = verb
 
     def inside(self) -> ComposeResult:
-        """The details."""
         with VerticalScroll(id="detail", can_focus=False):
             yield Static(self._detail, markup=False)
 
@@ -425,7 +417,6 @@ class Confirm(Box[bool]):
         self.dismiss(True)
 
     def action_cancel(self) -> None:
-        """Cancel."""
         self.dismiss(False)
 
 
@@ -438,12 +429,10 @@ class _Options(OptionList):
     ]
 
     def action_page_up(self) -> None:
-        """Go up by a page."""
         if self.scrollable_content_region:
             super().action_page_up()  # type: ignore[no-untyped-call]
 
     def action_page_down(self) -> None:
-        """Go down by a page."""
         if self.scrollable_content_region:
             super().action_page_down()  # type: ignore[no-untyped-call]
 
@@ -464,7 +453,6 @@ class Choose(Box[str]):
         self._options = options
 
     def inside(self) -> ComposeResult:
-        """The list."""
         rows = [Option(Content(words) if isinstance(words, str) else words, id=key) for key, words in self._options]
         yield _Options(*rows, id="options", markup=False)
 
@@ -473,7 +461,6 @@ class Choose(Box[str]):
         yield Button(Content("Cancel"), id="cancel", compact=True)
 
     def on_mount(self) -> None:
-        """Give the focus to the first line."""
         self.query_one(OptionList).focus()
 
     @on(OptionList.OptionSelected)

@@ -58,7 +58,6 @@ class ColumnList(Grid):
         self._dialog.widen(step)
 
     def action_reset(self) -> None:
-        """Return to the usual columns."""
         self._dialog.reset()
 
 
@@ -83,7 +82,6 @@ class ColumnsDialog(Box[bool]):
         return self.query_one(ColumnList)
 
     def inside(self) -> ComposeResult:
-        """The columns, and the keys."""
         yield ColumnList(_LIST, marks=True, id="columns")
         yield Static(_HINT, id="hint", markup=False)
 
@@ -119,7 +117,6 @@ class ColumnsDialog(Box[bool]):
         return Row(key, (Cell(column.title or "Graph"), Cell(words, style), Cell(ABOUT[key], "dim")), dim=not shown)
 
     def _apply(self) -> None:
-        """Show the chosen columns in the table."""
         marks = self._list.marks
         self._table.choose([ColumnChoice(key, self._widths.get(key, 0)) for key in self._order if key in marks])
         self._show()
@@ -144,7 +141,6 @@ class ColumnsDialog(Box[bool]):
         event.stop()
 
     def move(self, step: int) -> None:
-        """Move the column under the cursor; up in the list is to the left in the table."""
         key = self._list.cursor
         if key is None:
             return
@@ -154,7 +150,6 @@ class ColumnsDialog(Box[bool]):
         self._apply()
 
     def widen(self, step: int) -> None:
-        """Make the column under the cursor wider or narrower by a cell."""
         key = self._list.cursor
         if key is None:
             return
@@ -163,7 +158,6 @@ class ColumnsDialog(Box[bool]):
         self._apply()
 
     def reset(self) -> None:
-        """Return to the usual columns."""
         self._table.choose(())
         self._fill()
 

@@ -213,7 +213,6 @@ class LaunchDialog(Dialog[str]):
     # Launching
 
     def form(self, values: dict[str, str]) -> LaunchForm:
-        """Return the form for valid fields."""
         text = values["gpus"]
         lease = self._lease(text)
         nodes: tuple[str, ...] = ()
@@ -269,7 +268,6 @@ class LaunchDialog(Dialog[str]):
         return launch
 
     def _wait(self) -> None:
-        """Check whether the run exists, or the launch has failed."""
         started = self._started
         if started is None:
             return

@@ -68,19 +68,16 @@ class SavedFilters(Choose):
         self._rows = rows
 
     def buttons(self) -> Iterator[Button]:
-        """Delete, which the key does too, and Cancel."""
         yield Button(Content("Delete (d)"), id="delete", compact=True)
         yield from super().buttons()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Delete the highlighted filter."""
         if event.button.id == "delete":
             event.stop()
             event.prevent_default()
             self.action_delete()
 
     def action_delete(self) -> None:
-        """Delete the highlighted filter."""
         options = self.query_one(OptionList)
         option = options.highlighted_option
         if option is None:

@@ -156,12 +156,10 @@ START = re.compile(r"(-?)([A-Za-z_]+)(<=|>=|!=|[:=<>])")
 
 
 def is_nodeset(value: str) -> bool:
-    """Return whether a node value is a nodeset."""
     return "@" in value or "[" in value
 
 
 def maybe_not(predicate: Callable[P, bool], negative: bool) -> Callable[P, bool]:
-    """Return ``predicate``, negated if ``negative``."""
     return (lambda *row, **named: not predicate(*row, **named)) if negative else predicate
 
 

@@ -28,7 +28,6 @@ _Key = tuple[int, float]  # of a record: the index of its span, its time
 
 
 def folder(env: Mapping[str, str]) -> Path:
-    """Return the folder of the files."""
     return paths.state_dir(env) / "history"
 
 
@@ -137,7 +136,6 @@ class _File:
             file.close()
 
     def close(self) -> None:
-        """Release the lock."""
         os.close(self._fd)
 
     def write(self, past: Past) -> None:

@@ -142,7 +142,6 @@ class History:
     def _of(
         self, key: str, span: Span, *, host: bool = False
     ) -> tuple[tuple[float, ...], list[tuple[float | None, ...]]]:
-        """Return times and values of a column."""
         spans, columns = self._past
         number = columns.get(key)
         if number is None:
@@ -297,7 +296,6 @@ class History:
 
 
 def _newest(records: Sequence[tuple[HistoryRecord, ...]], span: Span) -> float:
-    """Return the begin of the newest bucket of a span."""
     return _begin(records[0][-1].at, span) if records[0] and span.bucket_s else 0.0
 
 
@@ -307,7 +305,6 @@ def _oldest(span: Span, now: float) -> float:
 
 
 def _begin(at: float, span: Span) -> float:
-    """Return the begin of the bucket that a time falls into."""
     return at // span.bucket_s * span.bucket_s
 
 

@@ -40,7 +40,6 @@ class ReplayApp(BoardApp):
         return not (action in {"faster", "slower"} and typing) and super().check_action(action, parameters)
 
     def action_pause(self) -> None:
-        """Pause the replay, or go on."""
         self._replay.control(Player.pause)
 
     def action_jump(self, seconds: float) -> None:
@@ -48,9 +47,7 @@ class ReplayApp(BoardApp):
         self._replay.control(lambda player: player.seek(player.position + seconds))
 
     def action_faster(self) -> None:
-        """Play at the next higher speed."""
         self._replay.control(Player.faster)
 
     def action_slower(self) -> None:
-        """Play at the next lower speed."""
         self._replay.control(Player.slower)

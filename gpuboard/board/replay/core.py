@@ -83,7 +83,6 @@ class ReplayCore(Core):
         return Scene(frame.snapshot, frame.leases, uids=frame.uids, banners=found, label=words)
 
     def close(self) -> None:
-        """End the replay."""
         super().close()
         self._wake.set()
 

@@ -44,7 +44,6 @@ class BoardScreen(Screen[None]):
 
     @property
     def board(self) -> BoardApp:
-        """The app, typed."""
         return cast("BoardApp", self.app)
 
     def on_mount(self) -> None:
@@ -113,7 +112,6 @@ class FilteredScreen(BoardScreen):
     ]
 
     def filter_field(self) -> FilterField:
-        """Return the field."""
         return FilterField(self.LANGUAGE, self._values, self.FILTER_HINT, self.filter_changed)
 
     @property
@@ -144,19 +142,15 @@ class FilteredScreen(BoardScreen):
         return () if offers is None else {value for row in self.filter_rows() for value in offers(*row) if value}
 
     def action_filter(self) -> None:
-        """Open the filter."""
         self.field.open()
 
     def action_saved_filters(self) -> None:
-        """Choose one of the saved filters."""
         open_saved(self)
 
     def action_save_filter(self) -> None:
-        """Save the filter by name."""
         open_save(self)
 
     def use_filter(self, text: str) -> None:
-        """Filter by ``text``."""
         self.field.put(text)
         self.set_focus(self.rows_widget)
 

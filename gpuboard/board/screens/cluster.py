@@ -79,7 +79,6 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         self._single = False  # there is one node only
 
     def compose(self) -> ComposeResult:
-        """Header, filter, picture or table, the cursor's GPU, keys."""
         yield Summary(id="summary")
         yield Banners(id="banners")
         yield self.filter_field()
@@ -119,7 +118,6 @@ class ClusterScreen(FilteredScreen, ActingScreen):
 
     @property
     def cursor_node(self) -> str | None:
-        """The name of the node under the cursor."""
         key = self.grid.cursor
         if key is not None and key.startswith(_NODE):
             return key.removeprefix(_NODE)
@@ -181,12 +179,10 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         self._show_status()
 
     def on_resize(self) -> None:
-        """Redraw what depends on the size."""
         self._place_pane()
         self.call_after_refresh(self.on_screen_resume)  # with the scene that is the newest then
 
     def restyle(self) -> None:
-        """Draw both views with the new look."""
         for grid in self.query(Grid):
             grid.redraw()
         super().restyle()
@@ -204,7 +200,6 @@ class ClusterScreen(FilteredScreen, ActingScreen):
             self.grid.cursor = key
 
     def _place_pane(self) -> None:
-        """Put the detail pane where it is wanted."""
         place, size = pane_of(self.view, *self.size)
         side = self.query_one("#side", GpuPanel)
         self.set_class(place == "below", "-below")
@@ -268,7 +263,6 @@ class ClusterScreen(FilteredScreen, ActingScreen):
     # Cursor and selection
 
     def on_grid_moved(self) -> None:
-        """Show the GPU that the cursor is on."""
         self._show_side()
 
     def on_grid_marked(self, message: Grid.Marked) -> None:
@@ -277,21 +271,18 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         self._show_status()
 
     def on_grid_chosen(self, message: Grid.Chosen) -> None:
-        """Open a GPU or a node."""
         if message.key.startswith(_NODE):
             self.board.open_node(message.key.removeprefix(_NODE))
         elif self.board.scene is not None and (place := _place(self.board.scene, message.key)) is not None:
             self.board.open_gpu(place.gpu.uuid)
 
     def action_node(self) -> None:
-        """Open the node under the cursor."""
         if self.cursor_node is not None:
             self.board.open_node(self.cursor_node)
 
     # Order and view
 
     def on_grid_sorted(self, message: Grid.Sorted) -> None:
-        """Sort by a column."""
         if message.grid is self.grid and message.key in SORTS:  # not the processes, nor the sparkline
             self.order_by(message.key)
 
@@ -299,7 +290,6 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         self.choose_order(self.view.sort or "node", down=self.view.reverse)
 
     def orders(self) -> dict[str, str]:
-        """Return the orders of GPUs."""
         return {sort: sort for sort in SORTS}
 
     def order_by(self, key: str) -> None:
@@ -317,12 +307,10 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         self._change(group=GROUPS[(GROUPS.index(self.view.group) + 1) % len(GROUPS)])
 
     def action_view(self) -> None:
-        """Switch between picture and table."""
         with self._cursor_kept():
             self._change(view="table" if self.view.view == "picture" else "picture")
 
     def action_columns(self) -> None:
-        """Choose, order and size the columns of the table."""
         if self.view.view != "table":
             self.action_view()
         open_columns(self.board, self.query_one("#table", GpuTable))
@@ -358,7 +346,6 @@ class ClusterScreen(FilteredScreen, ActingScreen):
 
     @property
     def rows_widget(self) -> Grid:
-        """The view that is shown."""
         return self.grid
 
     def filter_rows(self) -> Iterator[tuple[NodeView, GpuView | None, Scene]]:

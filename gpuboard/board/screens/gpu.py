@@ -99,7 +99,6 @@ class GpuPanel(VerticalScroll, can_focus=False):
         yield Pane()
 
     def on_resize(self) -> None:
-        """Give the graphs the new height."""
         if self._shown is not None:
             self.show_gpu(*self._shown)
 
@@ -167,11 +166,9 @@ class GpuScreen(GraphScreen, ActingScreen):
 
     @property
     def uuid(self) -> str:
-        """The GPU on show."""
         return self._memory.uuid
 
     def compose(self) -> ComposeResult:
-        """The scrolled body and the footer."""
         with VerticalScroll(id="body", can_focus=False):
             yield Pane(id="notice")
             yield Pane(id="head")
@@ -233,7 +230,6 @@ class GpuScreen(GraphScreen, ActingScreen):
         grid.set_rows(rows)
 
     def targets(self) -> list[str]:
-        """The GPU on show."""
         return [self.uuid]
 
     def action_signal(self) -> None:

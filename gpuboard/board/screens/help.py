@@ -97,7 +97,6 @@ class HelpScreen(BoardScreen):
         self._columns = 0
 
     def compose(self) -> ComposeResult:
-        """The text and a footer."""
         with VerticalScroll(id="scroll", can_focus=False):
             yield Static(id="words", markup=False)
         yield Footer()
@@ -113,7 +112,6 @@ class HelpScreen(BoardScreen):
             self.draw()
 
     def draw(self) -> None:
-        """Write the text with the current look."""
         legends = [self._legend(), self._ranks()]
         if self._opened_from == RunsScreen.TITLE_WORDS:
             legends.reverse()

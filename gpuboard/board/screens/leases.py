@@ -92,7 +92,6 @@ class LeasesScreen(FilteredScreen):
         self._held: dict[str, HeldLease] = {}
 
     def compose(self) -> ComposeResult:
-        """Sums and warnings, the leases, details of the one under the cursor."""
         yield Lines(id="sums")
         yield self.filter_field()
         yield Grid(
@@ -105,11 +104,9 @@ class LeasesScreen(FilteredScreen):
 
     @property
     def rows_widget(self) -> Grid:
-        """The list."""
         return self._grid
 
     def filter_rows(self) -> list[tuple[HeldLease]]:
-        """Return every lease."""
         return [] if self.board.scene is None else [(one,) for one in held(self.board.scene)]
 
     @property
@@ -117,7 +114,6 @@ class LeasesScreen(FilteredScreen):
         return self.query_one("#leases", Grid)
 
     def show(self, scene: Scene) -> None:
-        """Draw the leases of ``scene``."""
         now = time.time()
         every = held(scene)
         query = self.query_in_force
@@ -170,12 +166,10 @@ class LeasesScreen(FilteredScreen):
 
     @property
     def _wide(self) -> bool:
-        """Whether list and time line are side by side."""
         return self.size.width >= _RICH
 
     @property
     def _lined(self) -> bool:
-        """Whether the time line is shown."""
         return self._wide if self._line is None else self._line
 
     @staticmethod
@@ -231,7 +225,6 @@ class LeasesScreen(FilteredScreen):
         return one
 
     def action_timeline(self) -> None:
-        """Show or hide the time line."""
         self._line = not self._lined
         self._redraw()
 
@@ -241,11 +234,9 @@ class LeasesScreen(FilteredScreen):
         self.order_by(keys[(keys.index(self._order) + 1) % len(keys)])
 
     def orders(self) -> dict[str, str]:
-        """Return the orders of leases."""
         return _ORDERS
 
     def order_by(self, key: str) -> None:
-        """Sort by a column."""
         self._order = key
         self._redraw()
 
@@ -258,17 +249,14 @@ class LeasesScreen(FilteredScreen):
         open_launch(self.board, lease=one.lease.id if one is not None and one.mine else None)
 
     def action_watch(self) -> None:
-        """Set a watch for the lease's end."""
         if one := self._selected():
             open_watch(self.board, one.lease.id)
 
     def action_copy(self) -> None:
-        """Offer texts about the lease to copy."""
         if one := self._selected():
             clipboard.copy_lease(self.board, one.lease)
 
     def action_jump(self) -> None:
-        """Show the lease's GPUs in the cluster view."""
         if one := self._selected():
             self.board.go_to_gpu(one.lease.gpus[0].uuid)
 
@@ -353,7 +341,6 @@ class RenewDialog(Dialog[str]):
         self._lease = lease
 
     def changed(self) -> None:
-        """Show the new end."""
         if self.wrong():
             self.show_message("", "good")
             return

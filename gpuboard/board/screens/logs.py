@@ -68,7 +68,6 @@ class LogScreen(BoardScreen):
         self._background: Background[tuple[RunEntry | None, str]] = Background(self)
 
     def compose(self) -> ComposeResult:
-        """Title, problems, the two streams, messages, the search field, the footer."""
         yield Static(id="head", markup=False)
         yield Static(id="trouble", markup=False)
         yield LogView("stdout", id="out")
@@ -91,14 +90,12 @@ class LogScreen(BoardScreen):
 
     @property
     def active(self) -> LogView:
-        """The stream that keys act on."""
         return next((view for view in self.views if view.active), self.views[0])
 
     def show(self, scene: Scene) -> None:
         """Nothing to draw: logs do not depend on the cluster."""
 
     def restyle(self) -> None:
-        """Redraw with the new look."""
         self._head()
 
     def _open(self) -> None:
@@ -167,11 +164,9 @@ class LogScreen(BoardScreen):
             other.refresh()
 
     def on_log_view_stream_picked(self, message: LogView.StreamPicked) -> None:
-        """Make the clicked stream the active one."""
         self._pick(message.view)
 
     def on_log_view_notified(self, message: LogView.Notified) -> None:
-        """Show a message of a stream."""
         self._show_message(message.words)
 
     # Actions
@@ -189,7 +184,6 @@ class LogScreen(BoardScreen):
             self.app.pop_screen()
 
     def action_follow(self) -> None:
-        """Switch following on or off."""
         if self.active.follow:
             self.active.stay()
         else:
@@ -220,11 +214,9 @@ class LogScreen(BoardScreen):
         first.search(words, backwards=backwards, others=others)
 
     def action_next(self) -> None:
-        """Go to the next match."""
         self._find(backwards=False)
 
     def action_previous(self) -> None:
-        """Go to the previous match."""
         self._find(backwards=True)
 
     def _find(self, *, backwards: bool) -> None:
@@ -234,7 +226,6 @@ class LogScreen(BoardScreen):
             self.action_search()
 
     def action_rank(self, step: int) -> None:
-        """Show the log of another rank."""
         ranks = [rank.rank for rank in self._entry.view.ranks]
         if ranks:
             at = ranks.index(self._rank) if self._rank in ranks else 0
@@ -254,7 +245,6 @@ class LogScreen(BoardScreen):
         self._pick(views[(views.index(self.active) + 1) % len(views)])
 
     def action_wrap(self) -> None:
-        """Switch between wrapping and cutting long lines."""
         for view in self.query(LogView):
             view.toggle_wrap()
 
@@ -262,7 +252,6 @@ class LogScreen(BoardScreen):
         self.active.top()
 
     def action_bottom(self) -> None:
-        """Go to the end and follow."""
         self.active.bottom()
 
     def action_rows(self, rows: int) -> None:

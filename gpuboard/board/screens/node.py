@@ -210,7 +210,6 @@ class NodeScreen(GraphScreen, ActingScreen):
         self.node_name = name
 
     def compose(self) -> ComposeResult:
-        """The node, its GPUs, the keys."""
         yield Pane(id="node")
         yield Pane(id="host")
         yield Grid(gpu_columns(None), id="gpus")
@@ -274,12 +273,10 @@ class NodeScreen(GraphScreen, ActingScreen):
             self.board.open_gpu(place.gpu.uuid)
 
     def targets(self) -> list[str]:
-        """The GPU under the cursor."""
         cursor = self.query_one("#gpus", Grid).cursor
         return [] if cursor is None else [cursor]
 
     def action_step(self, by: int) -> None:
-        """Show the previous or next node."""
         scene = self.board.scene
         if scene is None:
             return

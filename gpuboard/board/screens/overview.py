@@ -51,7 +51,6 @@ class OverviewScreen(GraphScreen, FilteredScreen):
     ]
 
     def compose(self) -> ComposeResult:
-        """The boxes, the filter, the events, the keys."""
         yield OverviewPanel(Gatherer(self.board.core.history, self.board.core.events), id="boxes")
         yield self.filter_field()
         yield Lines(id="sums")
@@ -59,12 +58,10 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Give the focus to the events."""
         self.set_focus(self.rows_widget)
 
     @property
     def rows_widget(self) -> Widget:
-        """The events."""
         return self.query_one("#events", Grid)
 
     @property
@@ -72,7 +69,6 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         return self.query_one("#boxes", OverviewPanel)
 
     def filter_rows(self) -> Iterable[tuple[ClusterEvent, float]]:
-        """Return every event, and the time now."""
         now = self._now
         return ((event, now) for event in self.board.core.events.events)
 
@@ -131,10 +127,8 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         self.order_by(ORDERS[(ORDERS.index(self._boxes.gatherer.order) + 1) % len(ORDERS)])
 
     def orders(self) -> dict[str, str]:
-        """Return the orders of people."""
         return {key: f"GPUs {key}" for key in ORDERS}
 
     def order_by(self, key: str) -> None:
-        """Sort the people."""
         self._boxes.gatherer.order = key
         self.filter_changed()

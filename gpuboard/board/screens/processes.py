@@ -59,7 +59,6 @@ class ProcessesScreen(FilteredScreen):
         self._background: Background[dict[str, str]] = Background(self)
 
     def compose(self) -> ComposeResult:
-        """Sums, filter, the processes, the one under the cursor."""
         yield Lines(id="sums")
         yield self.filter_field()
         yield Grid(cluster_columns((), 0, ()), marks=True, id="processes")
@@ -77,7 +76,6 @@ class ProcessesScreen(FilteredScreen):
 
     @property
     def rows_widget(self) -> Grid:
-        """The list."""
         return self._grid
 
     def filter_rows(self) -> list[tuple[Running, int | None]]:
@@ -141,7 +139,6 @@ class ProcessesScreen(FilteredScreen):
             self.show(self.board.scene)
 
     def restyle(self) -> None:
-        """Redraw with the new look."""
         self._grid.redraw()
         super().restyle()
 
@@ -181,7 +178,6 @@ class ProcessesScreen(FilteredScreen):
         self._redraw()
 
     def orders(self) -> dict[str, str]:
-        """Return the orders of processes."""
         return {key: _SORT_WORDS.get(key, key) for key in SORTS}
 
     def order_by(self, key: str) -> None:
@@ -203,7 +199,6 @@ class ProcessesScreen(FilteredScreen):
         self._grid.cursor = self._grid.cursor  # with the heading above it
 
     def on_resize(self) -> None:
-        """Choose the columns for the new width."""
         self.call_after_refresh(self._redraw)
 
     # The processes
@@ -236,7 +231,6 @@ class ProcessesScreen(FilteredScreen):
         self.action_jump()
 
     def action_jump(self) -> None:
-        """Show the process's GPU."""
         if (one := self._found.get(self._grid.cursor or "")) is not None:
             self.board.open_gpu(one.gpus[0].uuid)
 

@@ -156,7 +156,6 @@ class RunsScreen(FilteredScreen):
         self._background: Background[tuple[list[RunEntry], tuple[str, RunDetail] | None]] = Background(self)
 
     def compose(self) -> ComposeResult:
-        """The list, details of the run under the cursor, its ranks as a picture and one by one, the logs of one."""
         yield self.filter_field()
         yield Grid(_LIST, empty="Reading runs …", id="list")
         yield Lines(id="detail")
@@ -168,7 +167,6 @@ class RunsScreen(FilteredScreen):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Poll the runs every second."""
         self.query_one("#list", Grid).focus()
         self._look()
         self.set_interval(_POLL_S, self._look)
@@ -178,20 +176,16 @@ class RunsScreen(FilteredScreen):
 
     @property
     def rows_widget(self) -> Grid:
-        """The list."""
         return self.query_one("#list", Grid)
 
     def filter_rows(self) -> list[tuple[RunEntry]]:
-        """Return every run."""
         return [(entry,) for entry in self._entries.values()]
 
     def filter_changed(self) -> None:
-        """Show the matching runs."""
         if self._entries:
             self._draw()
 
     def restyle(self) -> None:
-        """Redraw with the new look."""
         self._draw()
 
     def on_resize(self) -> None:
@@ -199,18 +193,15 @@ class RunsScreen(FilteredScreen):
         self.call_after_refresh(self._draw_detail)
 
     def jump(self, run: str) -> None:
-        """Put the cursor on a run."""
         self._wanted = run
         self._look()
 
     @property
     def entry(self) -> RunEntry | None:
-        """The run under the cursor."""
         key = self.query_one("#list", Grid).cursor
         return None if key is None else self._entries.get(key)
 
     def _look(self) -> None:
-        """Read the runs in the background."""
         if not self.is_current:
             return
         core, run = self.board.core, self._wanted or self.query_one("#list", Grid).cursor
@@ -367,7 +358,6 @@ class RunsScreen(FilteredScreen):
         self.app.push_screen(LogScreen(entry, self._rank(entry)))
 
     def action_stop(self) -> None:
-        """Stop the run under the cursor, after a question."""
         entry = self.entry
         if entry is None:
             return

@@ -202,7 +202,6 @@ class WatchDialog(Dialog[Watch]):
         )
 
     def compose(self) -> ComposeResult:
-        """Create the planner before the fields: they send messages at once."""
         self._planner = Planner(self.board, self._answered)
         yield from super().compose()
 
@@ -225,7 +224,6 @@ class WatchDialog(Dialog[Watch]):
             self._planner.look_again(self._watch(self.values).request)
 
     def changed(self) -> None:
-        """Show whether the condition is met now."""
         if self.wrong():
             self.show_message("")
             return
@@ -247,7 +245,6 @@ class WatchDialog(Dialog[Watch]):
             self.show_message(f"Impossible here: {words}" if never else f"Will wait: {words}", "warn" if never else "")
 
     def commit(self, values: dict[str, str]) -> None:
-        """Return the watch."""
         self.dismiss(self._watch(values))
 
     def _watch(self, values: dict[str, str]) -> Watch:
@@ -329,11 +326,9 @@ class WatchesScreen(FilteredScreen):
 
     @property
     def rows_widget(self) -> Grid:
-        """The list."""
         return self.query_one(Grid)
 
     def filter_rows(self) -> list[tuple[Watch]]:
-        """Return every watch."""
         return [(watch,) for watch in self.board.watches.all]
 
     def show(self, scene: Scene) -> None:
@@ -358,7 +353,6 @@ class WatchesScreen(FilteredScreen):
         open_watch(self.board)
 
     def action_remove(self) -> None:
-        """Remove the watch under the cursor."""
         cursor = self.query_one(Grid).cursor
         if cursor is None:
             self.board.notify("no watches; a adds one", markup=False)

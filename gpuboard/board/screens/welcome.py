@@ -74,7 +74,6 @@ class NameNodes(Dialog[bool]):
         super().__init__("Nodes with GPUs, by their ssh host names", fields, verb="Show them")
 
     def changed(self) -> None:
-        """Show where the names would be saved."""
         self.show_message(
             f"saved in {config_of(self.board.core.env)}" if self.values["keep"] else "for this start only", "dim"
         )
@@ -118,7 +117,6 @@ class WhyNone(Box[None]):
         self._node = node
 
     def inside(self) -> ComposeResult:
-        """The reason and the checks."""
         dim = self.board.look.style("dim")
         text = Text(f"{clean(why_bare(self._node))}\n")
         for question, words in _CHECKS:

@@ -32,7 +32,6 @@ class HeldLease(NamedTuple):
 
     @property
     def node_names(self) -> list[str]:
-        """The nodes of its GPUs."""
         return [gpu.node for gpu in self.lease.gpus]
 
     @property
@@ -55,7 +54,6 @@ class HeldLease(NamedTuple):
 
 
 def held(scene: Scene) -> list[HeldLease]:
-    """Return every lease of a scene with the readings of its GPUs."""
     return [_held(lease, scene) for lease in scene.leases.leases]
 
 

@@ -150,7 +150,6 @@ class _Body(NamedTuple):
         return [self._titles(titles, widths, width), *(self._row(row, titles, widths, width) for row in rows)]
 
     def picture(self, history: History, rows: int) -> list[Styled]:
-        """Return the picture's lines."""
         items = arrange_nodes(self.scene, self.view)
         first = next((item for item in items if isinstance(item, NodeRow)), None)
         if first is None:

@@ -64,7 +64,6 @@ class InOrder:
             self._next(event)
 
     def _next(self, event: Event) -> None:
-        """Start the event after this one."""
         if event is not self._now:
             return
         if self._timer is not None:

@@ -19,7 +19,6 @@ class AsciiFilter(LineFilter):
     """Draw in ASCII: frames as ``+ - |``, characters without an equivalent as ``?``; widths are kept."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """Return the segments of one line, in ASCII."""
         return [segment if segment.text.isascii() else self._ascii(segment) for segment in segments]
 
     @staticmethod
@@ -34,7 +33,6 @@ class ColorlessFilter(LineFilter):
     """Remove colour; keep bold, dim, underline and reverse."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """Return the segments of one line, without colour."""
         return [Segment(text, style and _colorless(style), control) for text, style, control in segments]
 
 

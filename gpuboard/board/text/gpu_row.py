@@ -54,7 +54,6 @@ def owner(gpu: GpuView, scene: Scene) -> tuple[str, str]:
 
 
 def device_owner(mig: MigView, scene: Scene) -> Cell:
-    """Return the owners of a MIG device's leases."""
     owners = ", ".join(dict.fromkeys(lease.owner for lease in scene.leases_on(mig.uuid)))
     return Cell(owners or "-", "" if owners else "dim")
 
@@ -65,7 +64,6 @@ def known(words: str, style: str = "") -> Cell:
 
 
 def degrees(gpu: GpuView) -> Cell:
-    """Return the temperature of a GPU."""
     hot = gpu.temperature is not None and gpu.temperature >= RED_HOT
     return known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else "")
 

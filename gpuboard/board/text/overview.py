@@ -153,7 +153,6 @@ def framed(title: str, note: str, lines: Sequence[Runs], cells: int, height: int
 
 
 def past_note(past: Cluster) -> str:
-    """Return the mean utilization and the free GPUs now."""
     if not past.times:
         return ""
     used, free = past.utilization[-1], past.free[-1]
@@ -268,7 +267,6 @@ def event_date(event: ClusterEvent, now: float) -> str:
 
 
 def event_words(event: ClusterEvent) -> str:
-    """Return an event's user and words."""
     return ": ".join(filter(None, (event.user, event.words)))
 
 

@@ -181,7 +181,6 @@ def _host(node: NodeView, drawing: Drawing, room: int) -> list[Runs]:
 
 
 def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
-    """Return a node's row."""
     node, (ink, focus, widths) = item.node, drawing
     if not item.leads:
         last = item.first + len(item.gpus) - 1
@@ -309,7 +308,6 @@ def _connection(node: NodeView) -> Cell:
 
 
 def trouble_role(node: NodeView) -> str:
-    """Return the role for an error of a node."""
     if node.connecting:
         return "unknown"
     return "bad" if node.state == "unreachable" else "warn"

@@ -120,7 +120,6 @@ def plot(values: Values, height: int, glyphs: Glyphs, *, high: float) -> list[tu
 
 
 def _area(width: int) -> int:
-    """Return the cells of a plot without its axis."""
     return max(1, width - _LABEL - 1)
 
 
@@ -140,7 +139,6 @@ def time_axis(width: int, glyphs: Glyphs, span_s: float) -> str:
 
 
 def _level(value: float, low: float, high: float, top: int) -> int:
-    """Return the level of a value, 0 to ``top``."""
     if high <= low:
         return 0
     return round(min(max((value - low) / (high - low), 0.0), 1.0) * top)

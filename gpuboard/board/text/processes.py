@@ -113,7 +113,6 @@ def running_row(item: Running | JobProcesses, *, mine: bool, dim: bool, indent: 
 
 
 def group_key(group: JobProcesses) -> str:
-    """Return the key of a group's heading."""
     return f"group {group.title}"
 
 

@@ -95,7 +95,6 @@ class LazyRows(Sequence[Row], Generic[T]):
 
 
 def keys_of(rows: Sequence[Row]) -> Iterable[str]:
-    """Return the keys of rows."""
     return rows.keys() if isinstance(rows, LazyRows) else (row.key for row in rows)
 
 

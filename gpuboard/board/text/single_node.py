@@ -264,7 +264,6 @@ def no_process(places: Sequence[Place]) -> str:
 
 
 def process_columns(places: Iterable[Place]) -> tuple[Column, ...]:
-    """Return the columns of ``process_rows``."""
     return with_values(TITLES, [process for place in places for process in place.gpu.processes or ()])
 
 

@@ -35,7 +35,6 @@ class BoardTheme(msgspec.Struct, frozen=True):
     styles: Mapping[str, Style]
 
     def look(self, glyphs: Glyphs) -> Look:
-        """Return the Look of this theme."""
         return Look(self.styles, glyphs)
 
 

@@ -131,7 +131,6 @@ SCRIPT = "".join(f"const {name} = {value};\n" for name, value in _VALUES.items()
 
 
 def board(title: str, font_size: int) -> str:
-    """Return the page with the terminal."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>

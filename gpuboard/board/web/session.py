@@ -80,7 +80,6 @@ class WebBoard:
                 return
 
     async def _show_errors(self, websocket: web.WebSocketResponse) -> None:
-        """Show the process's last errors on the normal screen."""
         with contextlib.suppress(ConnectionError):
             await websocket.send_bytes("\r\n".join(["\x1b[?1049l\x1b[0m\x1b[2J\x1b[H", *self.errors]).encode())
 

@@ -95,7 +95,6 @@ class FilterField(Vertical):
         self.query_in_force: Query[Any] = language.parse("")
 
     def compose(self) -> ComposeResult:
-        """The text; candidates; what is wrong."""
         yield FilterInput(self, self._hint)
         yield Lines(id="offers")
         yield Lines(id="wrong")
@@ -119,12 +118,10 @@ class FilterField(Vertical):
         return bool(self._error)
 
     def open(self) -> None:
-        """Open the field and give it the focus."""
         self._show(True)
         self.input.focus()
 
     def close(self) -> None:
-        """Close the field and clear the filter."""
         self._show(False)
         self.put("")
 
@@ -197,9 +194,7 @@ class FilterField(Vertical):
         self._draw()
 
     def on_descendant_blur(self) -> None:
-        """Hide the candidates."""
         self._draw()
 
     def on_resize(self) -> None:
-        """Wrap the lines for the new width."""
         self._draw()

@@ -59,7 +59,6 @@ class Footer(Widget):
         self._arrange()
 
     def on_resize(self) -> None:
-        """Place the keys for the new width."""
         self._arrange()
 
     def _changed(self, screen: Screen[object]) -> None:
@@ -114,7 +113,6 @@ class Footer(Widget):
         )
 
     def on_click(self, event: events.Click) -> None:
-        """Press the key that was clicked."""
         for entry in self.entries:
             if entry.x <= event.x < entry.x + entry.cells:
                 if entry.enabled:

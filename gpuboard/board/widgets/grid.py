@@ -223,7 +223,6 @@ class Grid(Dragging, can_focus=True):
             self.refresh(Region(0, 0, self.size.width, 1))
 
     def set_empty(self, empty: str) -> None:
-        """Set the text that is shown without rows."""
         if empty != self.empty:
             self.empty = empty
             if not self._rows:
@@ -242,7 +241,6 @@ class Grid(Dragging, can_focus=True):
         return "".join("\t".join(line) + "\n" for line in lines)
 
     def plain(self, key: str, cell: Cell) -> str:
-        """Return a cell of the column ``key`` as text to copy."""
         return " ".join("".join(text for text, _ in runs_of(cell, Style(), self._look)).split())
 
     def action_copy_list(self) -> None:
@@ -259,7 +257,6 @@ class Grid(Dragging, can_focus=True):
         self.app.notify(words, title="Copied", markup=False)
 
     def redraw(self) -> None:
-        """Redraw everything after the look has changed."""
         self._lines.clear()
         self.refresh()
 
@@ -271,17 +268,14 @@ class Grid(Dragging, can_focus=True):
 
     @property
     def _space_below(self) -> int:
-        """The number of lines below the header."""
         return max(1, self.scrollable_content_region.height - HEADER)
 
     @property
     def _page(self) -> int:
-        """The number of rows that fit."""
         return max(1, self._space_below // self._tall)
 
     @property
     def _first(self) -> int:
-        """The index of the first row on the screen."""
         return self.scroll_offset.y // self._tall
 
     def _row_at(self, y: int) -> int:
@@ -289,7 +283,6 @@ class Grid(Dragging, can_focus=True):
         return (y - HEADER + self.scroll_offset.y) // self._tall
 
     def on_mount(self) -> None:
-        """Return the given size."""
         self._resized()
 
     def on_resize(self) -> None:
@@ -307,7 +300,6 @@ class Grid(Dragging, can_focus=True):
         self.redraw()
 
     def _share(self) -> None:
-        """Share the width among the columns."""
         self._space = self.scrollable_content_region.width
         self._widths = share(self.columns, self._space - self._indent)
 
@@ -346,7 +338,6 @@ class Grid(Dragging, can_focus=True):
             self.refresh(*changed)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Return lines of the widget, its margins included."""
         self._base, width = self.visual_style.rich_style, self.scrollable_content_region.width  # slow: once for all
         if self._drawn_with is not self._look:
             self._drawn_with = self._look
@@ -357,7 +348,6 @@ class Grid(Dragging, can_focus=True):
         return super().render_lines(crop)
 
     def render_line(self, y: int) -> Strip:
-        """Return a line of the widget: the header, a row, or the text without rows."""
         base, width = self._base, self._space
         if y < HEADER:
             titles = header_runs(
@@ -434,7 +424,6 @@ class Grid(Dragging, can_focus=True):
         """Hook: the rows or the cursor may have changed."""
 
     def _send_moved(self) -> None:
-        """Send Moved if the cursor has changed."""
         if self.cursor != self._notified:
             self._notified = self.cursor
             self.post_message(self.Moved(self, self._notified))
@@ -496,7 +485,6 @@ class Grid(Dragging, can_focus=True):
             self.post_message(self.Chosen(self, self.cursor))
 
     def action_mark(self) -> None:
-        """Mark or unmark the row, and move to the next."""
         self._toggle(self.cursor)
         self.action_down()
 

@@ -129,7 +129,6 @@ def _total(facts: Sums) -> Runs:
 
 
 def _about(facts: Sums, *, words: bool) -> list[Runs]:
-    """Return the part about nodes."""
     parts: list[Runs] = []
     if words:
         parts.append(((f"{facts.nodes} nodes" if facts.nodes != 1 else "1 node", "dim"),))
@@ -159,5 +158,4 @@ def _width(runs: Runs) -> int:
 
 
 def _apart(left: Runs, right: Runs, columns: int) -> Runs:
-    """Put ``right`` at the right edge."""
     return (*left, (" " * max(2, columns - _width(left) - _width(right) - 1), ""), *right)

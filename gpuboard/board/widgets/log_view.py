@@ -71,7 +71,6 @@ class LogView(Widget):
 
     @property
     def board(self) -> BoardApp:
-        """The app, typed."""
         return cast("BoardApp", self.app)
 
     @property
@@ -112,7 +111,6 @@ class LogView(Widget):
         self._do(lambda file, place, window: file.page(LogPosition(0), window))
 
     def bottom(self) -> None:
-        """Go to the end and follow."""
         self.follow = True
         self._do(lambda file, place, window: file.end(window))
 
@@ -121,7 +119,6 @@ class LogView(Widget):
         self.refresh()
 
     def toggle_wrap(self) -> None:
-        """Switch between wrapping and cutting long lines."""
         self.wrap, self.left = not self.wrap, 0
         self._reload()
 
@@ -129,7 +126,6 @@ class LogView(Widget):
         self._do(lambda file, place, window: file.end(window) if self.follow else file.page(place, window))
 
     def poll(self) -> None:
-        """Read the log if it has changed."""
         if self._file is not None and self.size.width:
             self._pump(only_if_changed=True)
 
@@ -271,7 +267,6 @@ class LogView(Widget):
     # Drawing
 
     def render_line(self, y: int) -> Strip:
-        """Return one line of the widget."""
         base = self.visual_style.rich_style
         width = self.size.width
         if y == 0:
@@ -349,7 +344,6 @@ class LogView(Widget):
             self._do(lambda file, place, window: file.at(offset, window))
 
     def on_resize(self) -> None:
-        """Read for the new size."""
         if self.page is None:
             self.poll()
         else:

@@ -30,7 +30,6 @@ class RowsAndOverview(Vertical):
         self._resized = resized
 
     def on_resize(self) -> None:
-        """Share the new height."""
         self._resized()
 
 

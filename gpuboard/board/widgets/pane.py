@@ -47,12 +47,10 @@ class Pane(Widget):
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """Return how many lines there are at ``width``."""
         self._take(width)
         return len(self._lines)
 
     def render_line(self, y: int) -> Strip:
-        """Return one line of the widget."""
         self._take(self.content_size.width)
         base = self.visual_style.rich_style
         look = cast("BoardApp", self.app).look
@@ -74,11 +72,9 @@ class Lines(Pane):
 
     @property
     def count(self) -> int:
-        """How many lines there are."""
         return len(self._lines)
 
     def set_lines(self, lines: Sequence[Runs]) -> None:
-        """Show ``lines``."""
         self.display = bool(lines)
         super().show(lambda _: lines)
 
@@ -94,7 +90,6 @@ class Summary(Lines):
             self.query = query
 
     def show_scene(self, scene: Scene) -> None:
-        """Show what is free in ``scene``."""
         self.set_lines(header(scene, self.app.size.width, tall=self.app.size.height >= 24))
 
     def on_click(self, event: events.Click) -> None:
@@ -108,5 +103,4 @@ class Banners(Lines):
     """What is wrong with the cluster as a whole."""
 
     def show_scene(self, scene: Scene) -> None:
-        """Show the banners of ``scene``."""
         self.set_lines([((f" {banner}", "bad"),) for banner in scene.banners])

@@ -72,7 +72,6 @@ class Picture(Grid):
 
     @property
     def node(self) -> NodeView | None:
-        """The node under the cursor."""
         item = self._items[self._at] if self._at < len(self._items) else None
         return item.node if isinstance(item, NodeRow) else None
 
@@ -91,7 +90,6 @@ class Picture(Grid):
         self.set_rows(LazyRows(items, lambda item: item.key, self._row))
 
     def on_resize(self) -> None:
-        """Choose the size of cells for the new size."""
         super().on_resize()
         if self._scene is not None:
             self.show(self._scene, self._whole)
@@ -149,11 +147,9 @@ class Picture(Grid):
     # Keys and mouse
 
     def action_left(self) -> None:
-        """One GPU to the left."""
         self._step(-1)
 
     def action_right(self) -> None:
-        """One GPU to the right."""
         self._step(1)
 
     def action_mark(self) -> None:
@@ -198,7 +194,6 @@ class Picture(Grid):
             self.post_message(self.Chosen(self, f"node:{item.node.name}"))
 
     def key_at(self, at: Offset) -> str | None:
-        """Return the UUID of the GPU at ``at``."""
         index, place = self._row_at(at.y), self._place_at(at.x)
         if at.y < HEADER or index >= len(self._items) or place is None:
             return None

@@ -49,7 +49,6 @@ class Dragging(ScrollView):
         """
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
-        """Remember where a drag may begin."""
         self._end()
         self._dragged = False
         at = event.get_content_offset(self)
@@ -71,7 +70,6 @@ class Dragging(ScrollView):
         self._follow()
 
     def on_mouse_up(self) -> None:
-        """End the drag; keep the selection."""
         self._end()
 
     def on_mouse_release(self) -> None:

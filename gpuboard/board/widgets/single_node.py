@@ -30,7 +30,6 @@ class MeterGrid(Grid):
         self._history = history
 
     def show(self, scene: Scene, items: Sequence[Item], tall: int) -> None:
-        """Show the rows of ``arrange`` for a scene in ``tall`` lines each."""
         self.set_columns(text.columns_for(tall))
         self.set_tall(tall)
 
@@ -68,16 +67,13 @@ class SingleNode(Vertical):
 
     @property
     def grid(self) -> MeterGrid:
-        """The GPUs."""
         return self.query_one("#meters", MeterGrid)
 
     def on_resize(self) -> None:
-        """Share the new height."""
         if self._shown is not None:
             self.show(*self._shown)
 
     def show(self, scene: Scene, items: Sequence[Item]) -> None:
-        """Show the rows of ``arrange`` for a scene with one node."""
         self._shown = (scene, items)
         node = scene.snapshot.nodes[0]
         glyphs = cast("BoardApp", self.app).look.glyphs

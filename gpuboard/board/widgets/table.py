@@ -53,7 +53,6 @@ class GpuTable(Grid):
         return self._chosen
 
     def choose(self, chosen: Sequence[ColumnChoice]) -> None:
-        """Show these columns from now on."""
         self._chosen = tuple(chosen)
         if self._scene is not None:
             self.show(self._scene, self._items)
@@ -63,7 +62,6 @@ class GpuTable(Grid):
         return next((size for index, size in self._widths.items() if self.columns[index].key == key), 0)
 
     def show(self, scene: Scene, items: Sequence[Item]) -> None:
-        """Show the rows of ``arrange`` for a scene."""
         self._scene, self._items = scene, items
         self.set_columns(self._laid_out(scene))
         self.set_rows(LazyRows(with_devices(items), row_key, self._row))
