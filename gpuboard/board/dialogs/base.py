@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 from rich.text import Text
@@ -28,9 +28,12 @@ from gpuboard.model.units import is_whole, parse_duration, parse_size
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
+    from gpuboard.errors import GpuboardError
 
 T = TypeVar("T")
+U = TypeVar("U")
 YES = "yes"  # the value of a toggle that is on; off: ""
+_USUAL_S = 8 * 3600.0  # default duration of a lease, if the site allows it
 _AROUND = 7  # lines of a dialog besides its fields and its message: frame, title, buttons, blank ones
 _FIELDS_MOST = 12  # lines
 _MESSAGE_LEAST, _MESSAGE_MOST = 2, 8  # lines
@@ -87,6 +90,17 @@ def size(text: str) -> str:
     except ValueError:
         return "write 40GiB or 512MiB"
     return ""
+
+
+def lease_duration(label: str, most_s: float) -> Field:
+    """Return the field ``for``: the duration of a lease, of at most ``most_s`` seconds."""
+    usual, most = lasting(min(_USUAL_S, most_s)), f"at most {lasting(most_s)}"
+    return Field("for", label, usual, most, "30m", duration(most_s))
+
+
+def button(words: str, action: str, variant: Literal["default", "primary", "error"] = "default") -> Button:
+    """Return a button that runs an ``action`` of its dialog; its id is the action's name."""
+    return Button(Content(words), id=action, variant=variant, compact=True)
 
 
 class Tick(Static, can_focus=True):
@@ -164,7 +178,12 @@ class Box(ModalScreen[T]):
         return iter(())
 
     def buttons(self) -> Iterator[Button]:
-        return iter(())
+        yield button("Cancel", "cancel")
+
+    @on(Button.Pressed)
+    async def _pressed(self, event: Button.Pressed) -> None:
+        event.stop()
+        await self.run_action(event.button.id or "")
 
     def show(self, scene: Scene) -> None:
         """Handle a new scene while the dialog is open."""
@@ -246,8 +265,8 @@ class Dialog(Box[T]):
             yield Static("", id="words", markup=False)
 
     def buttons(self) -> Iterator[Button]:
-        yield Button(Content("Cancel"), id="cancel", compact=True)
-        yield Button(Content(self.verb), id="commit", variant="primary", compact=True)
+        yield from super().buttons()
+        yield button(self.verb, "commit", "primary")
 
     def on_mount(self) -> None:
         """Check the defaults; the error of an empty field is shown once the user has left it."""
@@ -345,6 +364,17 @@ class Dialog(Box[T]):
                 self.query_one(f"#note-{key}", Static).update(text)
         self.query_one("#commit", Button).disabled = bool(wrong) or self._busy
 
+    def work(self, work: Callable[[], U], done: Callable[[U], None]) -> None:
+        """Run ``work`` beside the UI with the fields disabled; then call ``done``, or show the error."""
+
+        def failed(error: GpuboardError) -> None:
+            if self.is_attached:
+                self.busy = False
+                self.show_message(str(error), "bad")
+
+        self.busy = True
+        self.board.ask(work, done, failed)
+
     def check(self) -> None:
         self._checked()
         self.changed()
@@ -362,14 +392,6 @@ class Dialog(Box[T]):
     @on(Input.Submitted)
     def _entered(self) -> None:
         self.action_commit()
-
-    @on(Button.Pressed)
-    def _pressed(self, event: Button.Pressed) -> None:
-        event.stop()
-        if event.button.id == "cancel":
-            self.action_cancel()
-        elif event.button.id == "commit":
-            self.action_commit()
 
 
 def _entry(field: Field) -> Widget:
@@ -401,17 +423,12 @@ class Confirm(Box[bool]):
             yield Static(self._detail, markup=False)
 
     def buttons(self) -> Iterator[Button]:
-        yield Button(Content("Cancel"), id="cancel", compact=True)
-        yield Button(Content(f"{self._verb} (y)"), id="yes", variant="error", compact=True)
+        yield from super().buttons()
+        yield button(f"{self._verb} (y)", "yes", "error")
 
     def on_mount(self) -> None:
         """Give Cancel the focus: enter must not confirm."""
         self.query_one("#cancel").focus()
-
-    @on(Button.Pressed)
-    def _pressed(self, event: Button.Pressed) -> None:
-        event.stop()
-        self.dismiss(event.button.id == "yes")
 
     def action_yes(self) -> None:
         self.dismiss(True)
@@ -456,10 +473,6 @@ class Choose(Box[str]):
         rows = [Option(Content(words) if isinstance(words, str) else words, id=key) for key, words in self._options]
         yield _Options(*rows, id="options", markup=False)
 
-    def buttons(self) -> Iterator[Button]:
-        """Cancel; a click or enter on a line chooses it."""
-        yield Button(Content("Cancel"), id="cancel", compact=True)
-
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
 
@@ -467,8 +480,3 @@ class Choose(Box[str]):
     def _chosen(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         self.dismiss(event.option.id)
-
-    @on(Button.Pressed)
-    def _pressed(self, event: Button.Pressed) -> None:
-        event.stop()
-        self.action_cancel()

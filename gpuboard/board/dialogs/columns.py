@@ -9,11 +9,10 @@ from rich.style import Style
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.content import Content
 from textual.strip import Strip
 from textual.widgets import Button, Static
 
-from gpuboard.board.dialogs.base import Box
+from gpuboard.board.dialogs.base import Box, button
 from gpuboard.board.tables.columns import ABOUT, COLUMNS, USUAL, WIDTH_LEAST, WIDTH_MOST, ColumnChoice
 from gpuboard.board.text.rows import Line
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
@@ -86,8 +85,8 @@ class ColumnsDialog(Box[bool]):
         yield Static(_HINT, id="hint", markup=False)
 
     def buttons(self) -> Iterator[Button]:
-        yield Button(Content("Cancel"), id="cancel", compact=True)
-        yield Button(Content("Keep"), id="keep", variant="primary", compact=True)
+        yield from super().buttons()
+        yield button("Keep", "keep", "primary")
 
     def on_resize(self) -> None:
         """Leave the table's first rows visible."""
@@ -133,7 +132,7 @@ class ColumnsDialog(Box[bool]):
     @on(Grid.Chosen)
     def _chosen(self, event: Grid.Chosen) -> None:
         event.stop()
-        self.dismiss(True)
+        self.action_keep()
 
     @on(Grid.Moved)
     @on(Grid.Sorted)
@@ -161,13 +160,8 @@ class ColumnsDialog(Box[bool]):
         self._table.choose(())
         self._fill()
 
-    @on(Button.Pressed)
-    def _pressed(self, event: Button.Pressed) -> None:
-        event.stop()
-        if event.button.id == "keep":
-            self.dismiss(True)
-        else:
-            self.action_cancel()
+    def action_keep(self) -> None:
+        self.dismiss(True)
 
     def action_cancel(self) -> None:
         """Return to the columns from before."""

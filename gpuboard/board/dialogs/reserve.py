@@ -11,7 +11,7 @@ from rich.text import Text
 from textual.app import ComposeResult
 
 from gpuboard.board.dialogs import request_form
-from gpuboard.board.dialogs.base import Dialog, Field, duration, number, size
+from gpuboard.board.dialogs.base import Dialog, Field, lease_duration, number, size
 from gpuboard.board.dialogs.planner import Answer, Planner, refused, taken
 from gpuboard.board.operations import Attempt
 from gpuboard.board.scene import Scene
@@ -22,8 +22,6 @@ from gpuboard.model.units import is_whole, parse_duration
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
-
-_DEFAULT_S = 8 * 3600.0  # default duration, if the site allows it
 
 
 def open_reserve(board: BoardApp, uuids: Sequence[str]) -> None:
@@ -44,7 +42,6 @@ class ReserveDialog(Dialog[Allocation]):
 
     def __init__(self, words: str, picks: Sequence[Pick], most_s: float) -> None:
         """``words`` and ``picks``: the same GPUs, as text and by UUID; empty: the policy picks one."""
-        default = request_form.lasting(min(_DEFAULT_S, most_s))
         super().__init__(
             "Reserve",
             [
@@ -52,7 +49,7 @@ class ReserveDialog(Dialog[Allocation]):
                 Field("model", "Model", "", "part of a name; empty: any", example="H100"),
                 Field("memory", "Free memory", "", "per GPU; empty: any", "40GiB", size),
                 Field("nodes", "Nodes", "", "at most; empty: the fewest", "1", number(1, 4096, needed=False)),
-                Field("for", "For", default, f"at most {request_form.lasting(most_s)}", "30m", duration(most_s)),
+                lease_duration("For", most_s),
                 Field("purpose", "Purpose", "", "shown to others", "ablation study"),
             ],
             verb="Reserve",

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
-from textual.content import Content
 from textual.widgets import Button, OptionList
 
-from gpuboard.board.dialogs.base import Choose, Dialog, Field
+from gpuboard.board.dialogs.base import Choose, Dialog, Field, button
 from gpuboard.board.preferences import SavedFilter
 from gpuboard.board.text.cells import fit
 
@@ -68,14 +67,8 @@ class SavedFilters(Choose):
         self._rows = rows
 
     def buttons(self) -> Iterator[Button]:
-        yield Button(Content("Delete (d)"), id="delete", compact=True)
+        yield button("Delete (d)", "delete")
         yield from super().buttons()
-
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        if event.button.id == "delete":
-            event.stop()
-            event.prevent_default()
-            self.action_delete()
 
     def action_delete(self) -> None:
         options = self.query_one(OptionList)

@@ -11,9 +11,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from gpuboard.board import clipboard
-from gpuboard.board.dialogs.base import Confirm, Dialog, Field, duration
+from gpuboard.board.dialogs.base import Confirm, Dialog, lease_duration
 from gpuboard.board.dialogs.launch import open_launch
-from gpuboard.board.dialogs.request_form import lasting, local, places_words
+from gpuboard.board.dialogs.request_form import local, places_words
 from gpuboard.board.dialogs.reserve import open_reserve
 from gpuboard.board.filter.leases import LEASES, holder_words
 from gpuboard.board.scene import Scene
@@ -335,9 +335,8 @@ class RenewDialog(Dialog[str]):
     """Asks for how long, from now, to renew a lease."""
 
     def __init__(self, lease: Lease, most_s: float) -> None:
-        usual = lasting(min(8 * 3600.0, most_s))
-        field = Field("for", "From now", usual, f"at most {lasting(most_s)}", "30m", duration(most_s))
-        super().__init__(f"Renew {lease.id}: {places_words(lease.gpus)}", [field], verb="Renew")
+        fields = [lease_duration("From now", most_s)]
+        super().__init__(f"Renew {lease.id}: {places_words(lease.gpus)}", fields, verb="Renew")
         self._lease = lease
 
     def changed(self) -> None:
@@ -354,7 +353,6 @@ class RenewDialog(Dialog[str]):
     def commit(self, values: dict[str, str]) -> None:
         """Renew it on all its nodes."""
         for_s, lease, board = parse_duration(values["for"]), self._lease.id, self.board
-        self.busy = True
 
         def done(_: None) -> None:
             now = time.time()
@@ -362,12 +360,7 @@ class RenewDialog(Dialog[str]):
             if self.is_attached:
                 self.dismiss(lease)
 
-        def failed(error: Exception) -> None:
-            if self.is_attached:
-                self.busy = False
-                self.show_message(str(error), "bad")
-
-        board.ask(lambda: board.core.operations.renew(lease, for_s), done, failed)
+        self.work(lambda: board.core.operations.renew(lease, for_s), done)
 
 
 def _text(one: HeldLease, key: str, now: float) -> str:

@@ -15,7 +15,7 @@ from textual.content import Content
 from textual.widgets import Button
 
 from gpuboard.board.background import Background
-from gpuboard.board.dialogs.base import Confirm
+from gpuboard.board.dialogs.base import Confirm, button
 from gpuboard.board.dialogs.launch import open_launch
 from gpuboard.board.filter.runs import RUNS
 from gpuboard.board.screens.base import FilteredScreen, Notice
@@ -105,13 +105,7 @@ class StopConfirm(Confirm):
     def buttons(self) -> Iterator[Button]:
         """Cancel, which has the focus, and the two ways to stop."""
         yield from super().buttons()
-        yield Button(Content("Kill now (k)"), id="kill", variant="error", compact=True)
-
-    @on(Button.Pressed, "#kill")
-    def _kill(self, event: Button.Pressed) -> None:
-        event.stop()
-        event.prevent_default()
-        self.action_kill()
+        yield button("Kill now (k)", "kill", "error")
 
     def action_kill(self) -> None:
         """Stop it without a grace period."""

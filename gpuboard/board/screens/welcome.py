@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from rich.text import Text
-from textual import on
 from textual.app import ComposeResult
-from textual.content import Content
 from textual.widgets import Button, Static
 
-from gpuboard.board.dialogs.base import YES, Box, Choose, Dialog, Field
+from gpuboard.board.dialogs.base import YES, Box, Choose, Dialog, Field, button
 from gpuboard.cluster.inventory.first_run import EXAMPLE, bare_machine, config_of, keep_nodes, why_bare
 from gpuboard.cluster.inventory.nodes import inventory
 from gpuboard.model.text import clean
@@ -20,7 +18,6 @@ from gpuboard.model.text import clean
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
     from gpuboard.board.scene import Scene
-    from gpuboard.errors import GpuboardError
     from gpuboard.model.snapshot import NodeView
 
 _CHECKS = (
@@ -81,7 +78,6 @@ class NameNodes(Dialog[bool]):
     def commit(self, values: dict[str, str]) -> None:
         """Check the names, save them, and restart."""
         board, text, keep = self.board, values["nodes"], values["keep"]
-        self.busy = True
 
         def work() -> None:
             inventory(msgspec.structs.replace(board.core.settings, nodes=[]), [text])
@@ -93,12 +89,7 @@ class NameNodes(Dialog[bool]):
                 self.dismiss(True)
                 board.restart("board", *(() if keep else ("--nodes", text)))
 
-        def failed(error: GpuboardError) -> None:
-            if self.is_attached:
-                self.busy = False
-                self.show_message(str(error), "bad")
-
-        board.ask(work, done, failed)
+        self.work(work, done)
 
 
 def _some(text: str) -> str:
@@ -126,13 +117,8 @@ class WhyNone(Box[None]):
         yield Static(text, id="words", markup=False)
 
     def buttons(self) -> Iterator[Button]:
-        yield Button(Content("Back"), id="back", compact=True)
+        yield button("Back", "cancel")
 
     def on_mount(self) -> None:
         """Enter goes back."""
-        self.query_one("#back").focus()
-
-    @on(Button.Pressed)
-    def _pressed(self, event: Button.Pressed) -> None:
-        event.stop()
-        self.dismiss(None)
+        self.query_one("#cancel").focus()
