@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from gpuboard.board.arrange import activity, age_of
 from gpuboard.board.filter.language import Key, Language
-from gpuboard.board.filter.matchers import ME, nodes, number, one_of, percent, size, text
+from gpuboard.board.filter.matchers import named, percent, person, place, quantity, size, text, word
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.format import short_model
 from gpuboard.model.snapshot import GpuView, JobView, NodeView
@@ -24,9 +24,9 @@ NODE_STATES = ("up", "stale", "connecting", "unreachable")
 FLAGS = ("rogue", "idle", "overdue", "disputed", "sick", "mig")
 
 
-def _of_gpu(values: Callable[[NodeView, GpuView, Scene], Iterable[str | None]]) -> Values:
+def _of_gpu(values: Callable[[GpuView, Scene], Iterable[str | None]]) -> Values:
     """Return no values for a node without known GPUs."""
-    return lambda node, gpu, scene: () if gpu is None else values(node, gpu, scene)
+    return lambda node, gpu, scene: () if gpu is None else values(gpu, scene)
 
 
 def _number_of(value: Callable[[NodeView, GpuView], float | None]) -> Number:
@@ -62,14 +62,6 @@ def _states(node: NodeView, gpu: GpuView | None, scene: Scene) -> tuple[str, ...
     """Return the states of the node, of a GPU and of its MIG devices."""
     of_gpu = ("unknown",) if gpu is None else (gpu.state, *(device.state for device in gpu.mig))
     return (*of_gpu, "connecting" if node.connecting else node.state)
-
-
-def _models(gpu: GpuView) -> tuple[str, ...]:
-    return (gpu.name, *(f"{gpu.name} {device.profile}" for device in gpu.mig))
-
-
-def _short_models(gpu: GpuView) -> tuple[str, ...]:
-    return (short_model(gpu.name), *(device.profile for device in gpu.mig))
 
 
 def _uuids(gpu: GpuView) -> tuple[str, ...]:
@@ -114,24 +106,8 @@ def own_name() -> str:
         return ""
 
 
-def _process_words(gpu: GpuView) -> Iterable[str]:
-    return (process.command for process in gpu.processes or ())
-
-
-def _purposes(gpu: GpuView, scene: Scene) -> Iterable[str]:
-    return (lease.purpose for uuid in _uuids(gpu) for lease in scene.leases_on(uuid))
-
-
 def _jobs(gpu: GpuView) -> list[str | None]:
     return [*(job.id for job in _held_by(gpu)), *(process.job for process in gpu.processes or ())]
-
-
-def _reasons(gpu: GpuView) -> tuple[str, ...]:
-    return (gpu.reason, *(device.reason for device in gpu.mig))
-
-
-def _used(gpu: GpuView) -> float | None:
-    return gpu.memory_used
 
 
 def _free(gpu: GpuView) -> float | None:
@@ -140,8 +116,8 @@ def _free(gpu: GpuView) -> float | None:
     return gpu.memory_total - gpu.memory_used - (gpu.memory_reserved or 0)
 
 
-def _total(gpu: GpuView) -> float | None:
-    return gpu.memory_total
+def _watts(text: str) -> float:
+    return parse_number(text.lower().removesuffix("w"))
 
 
 def _memory(value: Callable[[GpuView], float | None], name: str, what: str) -> GpuKey:
@@ -149,60 +125,48 @@ def _memory(value: Callable[[GpuView], float | None], name: str, what: str) -> G
     return Key(what, 1, compiled, sign=">")
 
 
-def _watts(text: str) -> float:
-    return parse_number(text.lower().removesuffix("w"))
-
-
 def _quantity(
-    value: Callable[[NodeView, GpuView], float | None], read: Callable[[str], float], what: str, example: str, sign: str
+    what: str, value: Callable[[NodeView, GpuView], float | None], read: Callable[[str], float], example: str, sign: str
 ) -> GpuKey:
-    return Key(f"{what}, {example}", 1, number(_number_of(value), read, example), sign=sign)
+    return quantity(what, _number_of(value), read, example, sign=sign)
 
 
-def _named(
-    hint: str,
-    cost: int,
-    values: Callable[[NodeView, GpuView, Scene], Iterable[str | None]],
-    *,
-    begins: bool = False,
-    offered: bool = False,
-) -> GpuKey:
-    """Return a key with text. ``offered``: its values are offered while one is typed."""
-    of_gpu = _of_gpu(values)
-    return Key(hint, cost, text(of_gpu, begins=begins), offers=of_gpu if offered else None)
+def _part(hint: str, cost: int, values: Callable[[GpuView, Scene], Iterable[str | None]]) -> GpuKey:
+    return named(hint, _of_gpu(values), cost=cost, begins=False, offered=False)
 
 
-_users = _of_gpu(lambda node, gpu, scene: _people(gpu, scene))
+def _purposes(gpu: GpuView, scene: Scene) -> Iterable[str]:
+    return (lease.purpose for uuid in _uuids(gpu) for lease in scene.leases_on(uuid))
+
+
 _ALL_STATES = (*STATES, *NODE_STATES)
 KEYS: Mapping[str, GpuKey] = {
-    "state": Key(f"one of {', '.join(STATES)}", 1, one_of(_ALL_STATES, _states), words=_ALL_STATES),
-    "user": Key("a person, user:alice; user:me is you", 5, text(_users, begins=True, mine=_is_mine), words=(ME,),
-                offers=_users),
-    "node": Key("a node or nodeset, node:gpu[01-04]", 2, nodes(lambda node, gpu, scene: (node.name,)),
-                offers=lambda node, gpu, scene: (node.name,)),
-    "gpu": _quantity(lambda node, gpu: gpu.index, parse_number, "a GPU's index", "gpu:0,3", ":"),
+    "state": word(_ALL_STATES, _states, hint=f"one of {', '.join(STATES)}"),
+    "user": person(_of_gpu(_people), _is_mine, cost=5),
+    "node": place(lambda node, gpu, scene: (node.name,)),
+    "gpu": _quantity("a GPU's index", lambda node, gpu: gpu.index, parse_number, "gpu:0,3", ":"),
     "model": Key("a part of the name, model:H100, model:1g.10gb", 3,
-                 text(_of_gpu(lambda node, gpu, scene: _models(gpu))),
-                 offers=_of_gpu(lambda node, gpu, scene: _short_models(gpu))),
-    "mem": _memory(_used, "mem", "the memory in use, mem>40GiB or mem>50%"),
+                 text(_of_gpu(lambda gpu, scene: (gpu.name, *(f"{gpu.name} {mig.profile}" for mig in gpu.mig)))),
+                 offers=_of_gpu(lambda gpu, scene: (short_model(gpu.name), *(mig.profile for mig in gpu.mig)))),
+    "mem": _memory(lambda gpu: gpu.memory_used, "mem", "the memory in use, mem>40GiB or mem>50%"),
     "free": _memory(_free, "free", "the memory free, free>40GiB"),
-    "total": _memory(_total, "total", "the total memory, total>40GiB"),
-    "util": _quantity(lambda node, gpu: gpu.utilization, percent, "a percentage", "util<10", "<"),
-    "sm": _quantity(lambda node, gpu: activity(gpu, "sm"), percent, "SMs at work in percent", "sm<10", "<"),
-    "tensor": _quantity(lambda node, gpu: activity(gpu, "tensor"), percent, "tensor cores at work in percent",
+    "total": _memory(lambda gpu: gpu.memory_total, "total", "the total memory, total>40GiB"),
+    "util": _quantity("a percentage", lambda node, gpu: gpu.utilization, percent, "util<10", "<"),
+    "sm": _quantity("SMs at work in percent", lambda node, gpu: activity(gpu, "sm"), percent, "sm<10", "<"),
+    "tensor": _quantity("tensor cores at work in percent", lambda node, gpu: activity(gpu, "tensor"), percent,
                         "tensor<10", "<"),
-    "temp": _quantity(lambda node, gpu: gpu.temperature, parse_number, "degrees Celsius", "temp>80", ">"),
-    "power": _quantity(lambda node, gpu: gpu.power, _watts, "watts", "power>300", ">"),
-    "age": _quantity(age_of, parse_duration, "how old the reading is", "age>5s", ">"),
-    "flag": Key(f"one of {', '.join(FLAGS)}", 1,
-                one_of(FLAGS, lambda node, gpu, scene: () if gpu is None else gpu.flags), words=FLAGS),
-    "lease": _named("a lease's id, lease:k3f9", 3, lambda node, gpu, scene: _leases(gpu), begins=True, offered=True),
-    "job": _named("a job's id, job:123", 3, lambda node, gpu, scene: _jobs(gpu), begins=True, offered=True),
-    "purpose": _named("a part of it, purpose:nightly", 5, lambda node, gpu, scene: _purposes(gpu, scene)),
-    "command": _named("a part of it, command:train.py", 6, lambda node, gpu, scene: _process_words(gpu)),
-    "pid": _named("a process id, pid:4242", 6, lambda node, gpu, scene: (str(p.pid) for p in gpu.processes or ())),
-    "uuid": _named("a part of it, uuid:GPU-3f", 3, lambda node, gpu, scene: _uuids(gpu)),
-    "reason": _named("a part of it, reason:busy", 4, lambda node, gpu, scene: _reasons(gpu)),
+    "temp": _quantity("degrees Celsius", lambda node, gpu: gpu.temperature, parse_number, "temp>80", ">"),
+    "power": _quantity("watts", lambda node, gpu: gpu.power, _watts, "power>300", ">"),
+    "age": _quantity("how old the reading is", age_of, parse_duration, "age>5s", ">"),
+    "flag": word(FLAGS, lambda node, gpu, scene: () if gpu is None else gpu.flags),
+    "lease": named("a lease's id, lease:k3f9", _of_gpu(lambda gpu, scene: _leases(gpu)), cost=3),
+    "job": named("a job's id, job:123", _of_gpu(lambda gpu, scene: _jobs(gpu)), cost=3),
+    "purpose": _part("a part of it, purpose:nightly", 5, _purposes),
+    "command": _part("a part of it, command:train.py", 6, lambda gpu, scene: (p.command for p in gpu.processes or ())),
+    "pid": _part("a process id, pid:4242", 6, lambda gpu, scene: (str(p.pid) for p in gpu.processes or ())),
+    "uuid": _part("a part of it, uuid:GPU-3f", 3, lambda gpu, scene: _uuids(gpu)),
+    "reason": _part("a part of it, reason:busy", 4,
+                    lambda gpu, scene: (gpu.reason, *(mig.reason for mig in gpu.mig))),
 }  # fmt: skip
 ALIASES = {
     "index": "gpu", "memory": "mem", "utilization": "util", "temperature": "temp", "owner": "user", "who": "user",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from gpuboard.board.dialogs.request_form import places_words
-from gpuboard.board.filter.language import Key, Language
-from gpuboard.board.filter.matchers import ME, nodes, number, one_of, text
+from gpuboard.board.filter.language import Language
+from gpuboard.board.filter.matchers import named, person, place, quantity, word
 from gpuboard.board.tables.held import HeldLease
 from gpuboard.model.lease import Lease
 from gpuboard.model.units import parse_duration, parse_number
@@ -26,22 +26,16 @@ def _left(one: HeldLease) -> float:
 _FLAGS = ("rogue", "idle", "disputed", "overdue")
 LEASES: Language[[HeldLease]] = Language(
     {
-        "user": Key("a person, user:alice; user:me is you", 1,
-                    text(lambda one: (one.lease.owner,), begins=True, mine=lambda one: one.mine), words=(ME,),
-                    offers=lambda one: (one.lease.owner,)),
-        "lease": Key("a lease's id, lease:k3f9", 1, text(lambda one: (one.lease.id,), begins=True),
-                     offers=lambda one: (one.lease.id,)),
-        "node": Key("a node or nodeset, node:gpu[01-04]", 2, nodes(lambda one: one.lease.nodes or one.node_names),
-                    offers=lambda one: one.lease.nodes or one.node_names),
-        "flag": Key(f"one of {', '.join(_FLAGS)}", 2, one_of(_FLAGS, lambda one: one.flags), words=_FLAGS),
-        "left": Key("how long it still lasts, left<1h", 1, number(_left, parse_duration, "left<1h"), sign="<"),
-        "gpus": Key("how many GPUs it holds, gpus>4", 1,
-                    number(lambda one: len(one.lease.gpus), parse_number, "gpus>4"), sign=">"),
-        "job": Key("a job's id, job:123", 1, text(lambda one: (one.lease.job,), begins=True),
-                   offers=lambda one: (one.lease.job,)),
-        "host": Key("where it was made, host:login1", 2, text(lambda one: (one.lease.host,)),
-                    offers=lambda one: (one.lease.host,)),
-        "purpose": Key("a part of it, purpose:nightly", 2, text(lambda one: (one.lease.purpose,))),
+        "user": person(lambda one: (one.lease.owner,), lambda one: one.mine),
+        "lease": named("a lease's id, lease:k3f9", lambda one: (one.lease.id,)),
+        "node": place(lambda one: one.lease.nodes or one.node_names),
+        "flag": word(_FLAGS, lambda one: one.flags, cost=2),
+        "left": quantity("how long it still lasts", _left, parse_duration, "left<1h", sign="<"),
+        "gpus": quantity("how many GPUs it holds", lambda one: len(one.lease.gpus), parse_number, "gpus>4", sign=">"),
+        "job": named("a job's id, job:123", lambda one: (one.lease.job,)),
+        "host": named("where it was made, host:login1", lambda one: (one.lease.host,), cost=2, begins=False),
+        "purpose": named("a part of it, purpose:nightly", lambda one: (one.lease.purpose,), cost=2, begins=False,
+                         offered=False),
     },
     lambda one: (one.lease.id, one.lease.owner, places_words(one.lease.gpus), holder_words(one.lease), one.lease.host,
                  one.lease.purpose, *one.flags),

@@ -1,4 +1,4 @@
-"""How a key's values are compiled to a predicate: text, numbers, sizes, nodes, words of a closed vocabulary (pure)."""
+"""Keys by the kind of their values: text, numbers, sizes, nodes, people, words of a closed vocabulary (pure)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from gpuboard.board.filter.language import P, QueryError, Term, is_nodeset, maybe_not
+from gpuboard.board.filter.language import Key, P, QueryError, Term, is_nodeset, maybe_not
 from gpuboard.errors import UsageError
 from gpuboard.model.text import quoted, shown
 from gpuboard.model.units import parse_number, parse_size
@@ -160,3 +160,39 @@ def one_of(words: tuple[str, ...], values: Callable[P, Iterable[str]]) -> Callab
         return maybe_not(holds, term.negative)
 
     return compiled
+
+
+def named(
+    hint: str, values: Callable[P, Iterable[str | None]], *, cost: int = 1, begins: bool = True, offered: bool = True
+) -> Key[P]:
+    """Return a key with text. ``offered``: the values of the rows are offered while one is typed."""
+    return Key(hint, cost, text(values, begins=begins), offers=values if offered else None)
+
+
+def person(users: Callable[P, Iterable[str | None]], mine: Callable[P, bool], *, cost: int = 1) -> Key[P]:
+    """Return a key with users. ``mine``: whether a row is the caller's own."""
+    compiled = text(users, begins=True, mine=mine)
+    return Key("a person, user:alice; user:me is you", cost, compiled, words=(ME,), offers=users)
+
+
+def place(names: Callable[P, Iterable[str]], hint: str = "a node or nodeset, node:gpu[01-04]") -> Key[P]:
+    """Return a key with nodes."""
+    return Key(hint, 2, nodes(names), offers=names)
+
+
+def word(words: tuple[str, ...], values: Callable[P, Iterable[str]], *, hint: str = "", cost: int = 1) -> Key[P]:
+    """Return a key with fixed values."""
+    return Key(hint or f"one of {', '.join(words)}", cost, one_of(words, values), words=words)
+
+
+def quantity(
+    what: str,
+    value_of: Callable[P, float | None],
+    read: Callable[[str], float],
+    example: str,
+    *,
+    sign: str = ":",
+    cost: int = 1,
+) -> Key[P]:
+    """Return a key with numbers."""
+    return Key(f"{what}, {example}", cost, number(value_of, read, example), sign=sign)

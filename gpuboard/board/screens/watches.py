@@ -12,11 +12,11 @@ from textual.binding import Binding, BindingType
 
 from gpuboard.board.background import REST, Background
 from gpuboard.board.dialogs import request_form
-from gpuboard.board.dialogs.base import YES, Dialog, Field, duration, number, size
+from gpuboard.board.dialogs.base import YES, Dialog, Field, lease_duration, number, size
 from gpuboard.board.dialogs.planner import Answer, Planner
 from gpuboard.board.dialogs.reserve import reserved_text
-from gpuboard.board.filter.language import Key, Language
-from gpuboard.board.filter.matchers import nodes, one_of, text
+from gpuboard.board.filter.language import Language
+from gpuboard.board.filter.matchers import named, place, word
 from gpuboard.board.operations import Attempt
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import FilteredScreen
@@ -186,7 +186,6 @@ class WatchDialog(Dialog[Watch]):
                 return ""
             return number(1, request_form.MOST)(text) and "a number, a lease or a run"
 
-        default = request_form.lasting(min(8 * 3600.0, most_s))
         super().__init__(
             "Notify me when",
             [
@@ -195,7 +194,7 @@ class WatchDialog(Dialog[Watch]):
                 Field("memory", "Free memory", "", "per GPU; empty: any", "40GiB", size),
                 Field("nodes", "Nodes", "", "at most; empty: any number", "1", number(1, 4096, needed=False)),
                 Field("reserve", "Reserve", "", "as soon as available", toggle=True),
-                Field("for", "For", default, f"at most {request_form.lasting(most_s)}", "30m", duration(most_s)),
+                lease_duration("For", most_s),
                 Field("purpose", "Purpose", "", "shown to others", "ablation study"),
             ],
             verb="Watch",
@@ -274,18 +273,11 @@ def open_watch(board: BoardApp, ends: str = "") -> None:
 _STATES = ("active", "met")
 _WATCHES: Language[[Watch]] = Language(
     {
-        "state": Key("active or met", 1, one_of(_STATES, lambda watch: ("met" if watch.met_at else "active",)),
-                     words=_STATES),
-        "user": Key("the owner of a lease, user:alice", 1,
-                    text(lambda watch: (watch.lease.owner,) if watch.lease else (), begins=True),
-                    offers=lambda watch: (watch.lease.owner,) if watch.lease else ()),
-        "lease": Key("a lease's id, lease:k3f9", 1,
-                     text(lambda watch: (watch.lease.id,) if watch.lease else (), begins=True),
-                     offers=lambda watch: (watch.lease.id,) if watch.lease else ()),
-        "run": Key("a run's id, run:r3f9", 1, text(lambda watch: (watch.run,), begins=True),
-                   offers=lambda watch: (watch.run,)),
-        "node": Key("a lease's node, node:gpu[01-04]", 2, nodes(lambda watch: watch.lease.nodes if watch.lease else ()),
-                    offers=lambda watch: watch.lease.nodes if watch.lease else ()),
+        "state": word(_STATES, lambda watch: ("met" if watch.met_at else "active",), hint="active or met"),
+        "user": named("the owner of a lease, user:alice", lambda watch: (watch.lease.owner,) if watch.lease else ()),
+        "lease": named("a lease's id, lease:k3f9", lambda watch: (watch.lease.id,) if watch.lease else ()),
+        "run": named("a run's id, run:r3f9", lambda watch: (watch.run,)),
+        "node": place(lambda watch: watch.lease.nodes if watch.lease else (), "a lease's node, node:gpu[01-04]"),
     },
     lambda watch: (watch.condition, watch.words, watch.purpose),
     {"owner": "user", "who": "user", "nodes": "node"},
