@@ -50,11 +50,7 @@ class GraphScreen(BoardScreen):
     def span(self) -> Span:
         return self.board.preferences.graphs
 
-    def on_resize(self) -> None:
-        self.call_after_refresh(self.on_screen_resume)
-
     def action_span(self) -> None:
         """Show the next longer span, after the longest the shortest."""
         self.board.remember(span=SPANS[(SPANS.index(self.span) + 1) % len(SPANS)].name)
-        if self.board.scene is not None:
-            self.show(self.board.scene)
+        self.redraw()

@@ -57,7 +57,7 @@ async def test_keys_and_values_are_completed_while_a_filter_is_typed(tmp_path: P
         assert text(app) == "user:albert state:broken"
         assert "tab:" not in screen(app)
         await pilot.press("tab")  # nothing to complete: to the rows
-        assert top(app).rows_widget.has_focus
+        assert top(app).grid.has_focus
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -133,7 +133,7 @@ async def test_the_cursor_goes_to_a_new_run_that_a_filter_would_hide(tmp_path: P
         await settle(pilot, lambda: "raaa" not in screen(app))
         assert isinstance(app.screen, RunsScreen)
         app.screen.jump("raaa")
-        await settle(pilot, lambda: isinstance(app.screen, RunsScreen) and app.screen.rows_widget.cursor == "raaa")
+        await settle(pilot, lambda: isinstance(app.screen, RunsScreen) and app.screen.grid.cursor == "raaa")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -149,7 +149,7 @@ async def test_a_filter_is_saved_chosen_and_deleted_by_keys_and_by_the_mouse(
             await pilot.press("enter")
             assert isinstance(app.screen, SaveFilter)  # a name is needed
             await pilot.press(*name, "enter")
-            await settle(pilot, lambda: isinstance(app.screen, ClusterScreen) and app.screen.rows_widget.has_focus)
+            await settle(pilot, lambda: isinstance(app.screen, ClusterScreen) and app.screen.grid.has_focus)
         await pilot.press("F")
         await settle(pilot, lambda: isinstance(app.screen, SavedFilters) and "user:alice" in screen(app))
         await pilot.press("enter")
@@ -187,9 +187,9 @@ async def test_the_field_of_a_list_is_clicked_and_left_for_the_rows(tmp_path: Pa
     async with still(tmp_path, LAB, (80, 24)) as (app, pilot):
         await opened_list(app, pilot, "leases")
         await pilot.press("slash", *"alice", "down")
-        assert isinstance(top(app).rows_widget, Grid)
-        assert top(app).rows_widget.has_focus
+        assert isinstance(top(app).grid, Grid)
+        assert top(app).grid.has_focus
         await pilot.click("#filter")
         await settle(pilot, lambda: isinstance(app.focused, Input))
         await pilot.press("end", "ctrl+u", "enter")  # an empty filter closes
-        await settle(pilot, lambda: not top(app).field.is_open and top(app).rows_widget.has_focus)
+        await settle(pilot, lambda: not top(app).field.is_open and top(app).grid.has_focus)

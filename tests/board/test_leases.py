@@ -56,7 +56,7 @@ def with_leases(folder: Path, wanted: Sequence[tuple[int, float, str]], test: Te
 
 
 def grid(app: BoardApp) -> str | None:
-    return app.screen._grid.cursor if isinstance(app.screen, LeasesScreen) else None
+    return app.screen.grid.cursor if isinstance(app.screen, LeasesScreen) else None
 
 
 def row(app: BoardApp, word: str) -> str:

@@ -51,7 +51,7 @@ def open_save(screen: FilteredScreen) -> None:
 
     def done(name: str | None) -> None:
         if name is not None:
-            screen.set_focus(screen.rows_widget)
+            screen.set_focus(screen.grid)
 
     known = {one.name: one.text for one in saved(board, screen.FILTERED)}
     board.push_screen(SaveFilter(screen.FILTERED, text, known), done)

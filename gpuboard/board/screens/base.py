@@ -10,7 +10,6 @@ from rich.text import Text
 from textual import on
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
-from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from gpuboard.board.dialogs.base import Choose
@@ -18,6 +17,7 @@ from gpuboard.board.dialogs.saved_filters import open_save, open_saved
 from gpuboard.board.filter.language import Key, Language, Query
 from gpuboard.board.scene import Scene
 from gpuboard.board.widgets.filter_field import FilterField, FilterInput
+from gpuboard.board.widgets.grid import Grid
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -68,6 +68,14 @@ class BoardScreen(Screen[None]):
         if self.board.scene is not None:
             self.notice(self.board.scene)
             self.show(self.board.scene)
+
+    def redraw(self) -> None:
+        """Draw the newest scene again: what is shown of it has changed."""
+        if self.board.scene is not None:
+            self.show(self.board.scene)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.on_screen_resume)  # with the sizes of the new layout
 
     def restyle(self) -> None:
         """Redraw everything with the new ``app.look``."""
@@ -128,14 +136,13 @@ class FilteredScreen(BoardScreen):
         """Return every row, filtered or not, as the arguments of the language's predicates."""
 
     @property
-    @abstractmethod
-    def rows_widget(self) -> Widget:
-        """The widget of the rows."""
+    def grid(self) -> Grid:
+        """The rows."""
+        return self.query_one(Grid)
 
     def filter_changed(self) -> None:
         """Show the rows of the filter that is in force now."""
-        if self.board.scene is not None:
-            self.show(self.board.scene)
+        self.redraw()
 
     def _values(self, key: Key[Any]) -> Iterable[str]:
         offers = key.offers
@@ -152,13 +159,13 @@ class FilteredScreen(BoardScreen):
 
     def use_filter(self, text: str) -> None:
         self.field.put(text)
-        self.set_focus(self.rows_widget)
+        self.set_focus(self.grid)
 
     def clear_filter(self) -> bool:
         """Clear and close the filter; return whether it was open."""
         was_open = self.field.is_open
         if was_open:
-            self.set_focus(self.rows_widget)
+            self.set_focus(self.grid)
             self.field.close()
         return was_open
 
@@ -177,6 +184,6 @@ class FilteredScreen(BoardScreen):
     def _to_the_rows(self) -> None:
         """Return to the rows; close an empty filter."""
         if self.field.input.value.strip():
-            self.set_focus(self.rows_widget)
+            self.set_focus(self.grid)
         else:
             self.clear_filter()

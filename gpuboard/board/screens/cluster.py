@@ -180,12 +180,6 @@ class ClusterScreen(FilteredScreen, ActingScreen):
 
     def on_resize(self) -> None:
         self._place_pane()
-        self.call_after_refresh(self.on_screen_resume)  # with the scene that is the newest then
-
-    def restyle(self) -> None:
-        for grid in self.query(Grid):
-            grid.redraw()
-        super().restyle()
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a node or a GPU; a filter that hides it is cleared."""
@@ -339,14 +333,9 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         self.view = msgspec.structs.replace(self.view, **changes)
         self.board.remember(view=self.view)
         self.grid.set_sort(self.view.sort or None, self.view.reverse)
-        if self.board.scene is not None:
-            self.show(self.board.scene)
+        self.redraw()
 
     # The filter
-
-    @property
-    def rows_widget(self) -> Grid:
-        return self.grid
 
     def filter_rows(self) -> Iterator[tuple[NodeView, GpuView | None, Scene]]:
         """Return every GPU, and the nodes without known GPUs."""

@@ -9,7 +9,6 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.events import Resize
 from textual.widgets import Static
 
 from gpuboard.board import keys
@@ -104,9 +103,9 @@ class HelpScreen(BoardScreen):
     def show(self, scene: Scene) -> None:
         """Nothing to draw: the help does not depend on the cluster."""
 
-    def on_resize(self, event: Resize) -> None:
+    def on_resize(self) -> None:
         """Lay the sections out in as many columns as fit."""
-        columns = max(1, (event.size.width - 3) // _COLUMN)
+        columns = max(1, (self.size.width - 3) // _COLUMN)
         if columns != self._columns:
             self._columns = columns
             self.draw()

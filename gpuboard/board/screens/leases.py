@@ -94,24 +94,12 @@ class LeasesScreen(FilteredScreen):
     def compose(self) -> ComposeResult:
         yield Lines(id="sums")
         yield self.filter_field()
-        yield Grid(
-            _LIST,
-            empty=_EMPTY,
-            id="leases",
-        )
+        yield Grid(_LIST, empty=_EMPTY, id="leases")
         yield Lines(id="about")
         yield Footer()
 
-    @property
-    def rows_widget(self) -> Grid:
-        return self._grid
-
     def filter_rows(self) -> list[tuple[HeldLease]]:
         return [] if self.board.scene is None else [(one,) for one in held(self.board.scene)]
-
-    @property
-    def _grid(self) -> Grid:
-        return self.query_one("#leases", Grid)
 
     def show(self, scene: Scene) -> None:
         now = time.time()
@@ -125,10 +113,10 @@ class LeasesScreen(FilteredScreen):
             lines.append(((f"Not read, so leases there are not listed: {', '.join(unread)}", "warn"),))
         self.query_one("#sums", Lines).set_lines(lines)
         columns = self._columns(ordered, now)
-        self._grid.set_empty(_NO_MATCH if query and every else _EMPTY)
-        self._grid.set_columns(columns)
-        self._grid.set_sort(self._order, False)
-        self._grid.set_rows([self._row(one, columns, now) for one in ordered])
+        self.grid.set_empty(_NO_MATCH if query and every else _EMPTY)
+        self.grid.set_columns(columns)
+        self.grid.set_sort(self._order, False)
+        self.grid.set_rows([self._row(one, columns, now) for one in ordered])
         self._about()
 
     def _place(self, one: HeldLease) -> tuple[object, ...]:
@@ -146,7 +134,7 @@ class LeasesScreen(FilteredScreen):
             return _LIST
         marks = (_MARKS,) if any(one.marks for one in ordered) else ()
         columns = (*(_LIST if wide else (*_LINE, *marks)), Column(_BAR, "", 30, weight=8, least=20))
-        width = share(columns, self._grid.scrollable_content_region.width)[len(columns) - 1]
+        width = share(columns, self.grid.scrollable_content_region.width)[len(columns) - 1]
         self._axis = timeline.axis([(one.since, one.until) for one in ordered], now, width)
         return (*columns[:-1], columns[-1]._replace(title=timeline.ruler(self._axis)))
 
@@ -178,7 +166,7 @@ class LeasesScreen(FilteredScreen):
 
     def _about(self) -> None:
         """Show the lease under the cursor in full: columns cut long values."""
-        one = self._held.get(self._grid.cursor or "")
+        one = self._held.get(self.grid.cursor or "")
         now = time.time()
         lines: list[Runs] = []
         if one is not None:
@@ -210,23 +198,15 @@ class LeasesScreen(FilteredScreen):
         if event.key in _ORDERS:
             self.order_by(event.key)
 
-    def on_resize(self) -> None:
-        """Choose the columns for the new width; the list has it only after the layout."""
-        self.call_after_refresh(self._redraw)
-
-    def _redraw(self) -> None:
-        if self.board.scene is not None:
-            self.show(self.board.scene)
-
     def _selected(self) -> HeldLease | None:
-        one = self._held.get(self._grid.cursor or "")
+        one = self._held.get(self.grid.cursor or "")
         if one is None:
             self.board.notify("no lease selected; r reserves", markup=False)
         return one
 
     def action_timeline(self) -> None:
         self._line = not self._lined
-        self._redraw()
+        self.redraw()
 
     def action_sort(self) -> None:
         """Sort by the next of time left, owner, GPUs."""
@@ -238,14 +218,14 @@ class LeasesScreen(FilteredScreen):
 
     def order_by(self, key: str) -> None:
         self._order = key
-        self._redraw()
+        self.redraw()
 
     def action_reserve(self) -> None:
         open_reserve(self.board, ())
 
     def action_launch(self) -> None:
         """Open the launch dialog, on the lease under the cursor if it is the user's own."""
-        one = self._held.get(self._grid.cursor or "")
+        one = self._held.get(self.grid.cursor or "")
         open_launch(self.board, lease=one.lease.id if one is not None and one.mine else None)
 
     def action_watch(self) -> None:

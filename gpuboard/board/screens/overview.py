@@ -8,7 +8,6 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widget import Widget
 
 from gpuboard.board.filter.events import EVENTS
 from gpuboard.board.gpu_actions import GraphScreen
@@ -58,11 +57,7 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         yield Footer()
 
     def on_mount(self) -> None:
-        self.set_focus(self.rows_widget)
-
-    @property
-    def rows_widget(self) -> Widget:
-        return self.query_one("#events", Grid)
+        self.set_focus(self.grid)
 
     @property
     def _boxes(self) -> OverviewPanel:
@@ -86,9 +81,8 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         query = self.query_in_force
         found = [event for event, now in self.filter_rows() if query.matches(event, now)][::-1]
         self._show_sums(len(found), bool(query), every.problem)
-        grid = self.query_one("#events", Grid)
-        grid.set_empty("No event matches the filter.\nEscape clears it." if query else NO_EVENTS)
-        grid.set_rows(LazyRows(found, lambda event: str(id(event)), self._row))
+        self.grid.set_empty("No event matches the filter.\nEscape clears it." if query else NO_EVENTS)
+        self.grid.set_rows(LazyRows(found, lambda event: str(id(event)), self._row))
 
     def _show_sums(self, found: int, filtered: bool, problem: str) -> None:
         line = [(" Events  ", "title"), (f"{found}{' match' if filtered else ''}" if found or filtered else "", "dim")]

@@ -70,14 +70,6 @@ class ProcessesScreen(FilteredScreen):
         """Order and grouping of the rows, kept between starts."""
         return self.board.preferences.processes
 
-    @property
-    def _grid(self) -> Grid:
-        return self.query_one("#processes", Grid)
-
-    @property
-    def rows_widget(self) -> Grid:
-        return self._grid
-
     def filter_rows(self) -> list[tuple[Running, int | None]]:
         """Return every process, with the user's uid on its node."""
         uids = {} if self.board.scene is None else self.board.scene.uids
@@ -107,7 +99,7 @@ class ProcessesScreen(FilteredScreen):
             dim = isinstance(item, Running) and scene.nodes[item.node].state != "up"
             return running_row(item, mine=own, dim=dim, indent=order.tree, bar=bar, glyphs=glyphs)
 
-        grid = self._grid
+        grid = self.grid
         grid.set_empty("No process matches the filter.\nEscape clears it." if found else "No process on any GPU.")
         grid.set_columns(cluster_columns(scene.nodes, self.size.width, found))
         grid.set_sort("gpu" if order.sort == "node" else order.sort, self._descending)
@@ -131,16 +123,8 @@ class ProcessesScreen(FilteredScreen):
         return SORTS[self.order.sort].descending != self.order.reverse
 
     def _about(self) -> None:
-        one = self._found.get(self._grid.cursor or "")
+        one = self._found.get(self.grid.cursor or "")
         self.query_one("#about", Lines).set_lines([] if one is None else about(one))
-
-    def _redraw(self) -> None:
-        if self.board.scene is not None:
-            self.show(self.board.scene)
-
-    def restyle(self) -> None:
-        self._grid.redraw()
-        super().restyle()
 
     def _read_runs(self) -> None:
         """Read the user's own runs in the background: their leases name the groups."""
@@ -152,15 +136,15 @@ class ProcessesScreen(FilteredScreen):
         def read(runs: dict[str, str]) -> None:
             if self.is_attached and runs != self._runs:
                 self._runs = runs
-                self._redraw()
+                self.redraw()
 
         self._background.ask(work, read)
 
     def action_back(self) -> None:
         """Clear the filter; without one the selection; without that, close the screen."""
-        if self._grid.marks and not self.field.is_open:
-            self._grid.marks = ()
-            self._redraw()
+        if self.grid.marks and not self.field.is_open:
+            self.grid.marks = ()
+            self.redraw()
         else:
             super().action_back()
 
@@ -175,7 +159,7 @@ class ProcessesScreen(FilteredScreen):
     def _change(self, **changes: str | bool) -> None:
         """Change order or grouping, also for the next start."""
         self.board.remember(processes=msgspec.structs.replace(self.order, **changes))
-        self._redraw()
+        self.redraw()
 
     def orders(self) -> dict[str, str]:
         return {key: _SORT_WORDS.get(key, key) for key in SORTS}
@@ -196,10 +180,7 @@ class ProcessesScreen(FilteredScreen):
         self.call_after_refresh(self._reveal)
 
     def _reveal(self) -> None:
-        self._grid.cursor = self._grid.cursor  # with the heading above it
-
-    def on_resize(self) -> None:
-        self.call_after_refresh(self._redraw)
+        self.grid.cursor = self.grid.cursor  # with the heading above it
 
     # The processes
 
@@ -209,18 +190,18 @@ class ProcessesScreen(FilteredScreen):
 
     @on(Grid.Marked)
     def _changed(self) -> None:
-        self._redraw()
+        self.redraw()
 
     def _marked(self) -> list[Running]:
         """Return the selected processes that still exist, also those that the filter hides."""
-        return [self._found[key] for key in self._grid.marks if key in self._found]
+        return [self._found[key] for key in self.grid.marks if key in self._found]
 
     def action_signal(self) -> None:
         """Send a signal to the selected processes, else to the one under the cursor."""
-        if self._grid.marks:
+        if self.grid.marks:
             found = sorted(self._marked(), key=lambda one: (one.node, one.pid))
         else:
-            found = [one for one in [self._found.get(self._grid.cursor or "")] if one is not None]
+            found = [one for one in [self._found.get(self.grid.cursor or "")] if one is not None]
         if not found:
             self.board.notify("no process selected", markup=False)
             return
@@ -231,7 +212,7 @@ class ProcessesScreen(FilteredScreen):
         self.action_jump()
 
     def action_jump(self) -> None:
-        if (one := self._found.get(self._grid.cursor or "")) is not None:
+        if (one := self._found.get(self.grid.cursor or "")) is not None:
             self.board.open_gpu(one.gpus[0].uuid)
 
 

@@ -161,16 +161,12 @@ class RunsScreen(FilteredScreen):
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one("#list", Grid).focus()
+        self.grid.focus()
         self._look()
         self.set_interval(_POLL_S, self._look)
 
     def show(self, scene: Scene) -> None:
         """Nothing to draw: the details take the lease from the newest scene at the next poll."""
-
-    @property
-    def rows_widget(self) -> Grid:
-        return self.query_one("#list", Grid)
 
     def filter_rows(self) -> list[tuple[RunEntry]]:
         return [(entry,) for entry in self._entries.values()]
@@ -192,13 +188,13 @@ class RunsScreen(FilteredScreen):
 
     @property
     def entry(self) -> RunEntry | None:
-        key = self.query_one("#list", Grid).cursor
+        key = self.grid.cursor
         return None if key is None else self._entries.get(key)
 
     def _look(self) -> None:
         if not self.is_current:
             return
-        core, run = self.board.core, self._wanted or self.query_one("#list", Grid).cursor
+        core, run = self.board.core, self._wanted or self.grid.cursor
         book, scene = core.runbook, self.board.scene
 
         def work() -> tuple[list[RunEntry], tuple[str, RunDetail] | None]:
@@ -223,7 +219,7 @@ class RunsScreen(FilteredScreen):
         self._draw()
 
     def _draw(self) -> None:
-        grid = self.query_one("#list", Grid)
+        grid = self.grid
         grid.set_empty(_NO_MATCH if self._entries else _EMPTY)
         now, query = time.time(), self.query_in_force
         if self._wanted in self._entries and not query.matches(self._entries[self._wanted]):

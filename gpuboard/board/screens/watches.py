@@ -316,10 +316,6 @@ class WatchesScreen(FilteredScreen):
         )
         yield Footer()
 
-    @property
-    def rows_widget(self) -> Grid:
-        return self.query_one(Grid)
-
     def filter_rows(self) -> list[tuple[Watch]]:
         return [(watch,) for watch in self.board.watches.all]
 
@@ -338,17 +334,16 @@ class WatchesScreen(FilteredScreen):
                 Cell(state or "active", "good" if watch.met_at is not None else "dim"),
             )
             rows.append(Row(str(watch.number), cells, dim=watch.met_at is not None))
-        self.query_one(Grid).set_empty(_NO_MATCH if watches.all else _EMPTY)
-        self.query_one(Grid).set_rows(rows)
+        self.grid.set_empty(_NO_MATCH if watches.all else _EMPTY)
+        self.grid.set_rows(rows)
 
     def action_add(self) -> None:
         open_watch(self.board)
 
     def action_remove(self) -> None:
-        cursor = self.query_one(Grid).cursor
+        cursor = self.grid.cursor
         if cursor is None:
             self.board.notify("no watches; a adds one", markup=False)
             return
         self.board.watches.remove(int(cursor))
-        if self.board.scene is not None:
-            self.show(self.board.scene)
+        self.redraw()
