@@ -7,8 +7,9 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import msgspec
 from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette, SearchIcon
@@ -19,7 +20,6 @@ from textual.keys import KEY_DISPLAY_ALIASES
 from textual.message import Message
 
 from gpuboard.board import keys, preferences
-from gpuboard.board.arrange import ViewState
 from gpuboard.board.command_palette import Palette, Themes, UseTheme
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.base import Box
@@ -248,26 +248,9 @@ class BoardApp(CrashHookApp):
         if not message.option_selected:
             self.theme = self.theme_in_use
 
-    def remember(
-        self,
-        *,
-        theme: str | None = None,
-        view: ViewState | None = None,
-        span: str | None = None,
-        columns: tuple[str, ...] | None = None,
-        filters: Sequence[preferences.SavedFilter] | None = None,
-        processes: preferences.ProcessOrder | None = None,
-    ) -> None:
-        """Keep a choice for the next start; saved after a debounce, in the background."""
-        old = self.preferences
-        new = preferences.Preferences(
-            theme=theme or old.theme,
-            view=view or old.view,
-            span=span or old.span,
-            columns=old.columns if columns is None else columns,
-            filters=old.filters if filters is None else tuple(filters),
-            processes=processes or old.processes,
-        )
+    def remember(self, **changes: Any) -> None:
+        """Change fields of the preferences, also for the next start; saved after a debounce, in the background."""
+        old, new = self.preferences, msgspec.structs.replace(self.preferences, **changes)
         if new == old:
             return
         self.preferences = new
@@ -342,11 +325,15 @@ class BoardApp(CrashHookApp):
         """Close a screen of this kind if it is on top, return to it if it is open below, else open one."""
         if isinstance(self.screen, kind):
             self.pop_screen()
-        elif any(isinstance(screen, kind) for screen in self.screen_stack):
-            while not isinstance(self.screen, kind):
-                self.pop_screen()
-        else:
+        elif not self._return_to(kind):
             self.push_screen(kind())
+
+    def _return_to(self, kind: type[BoardScreen]) -> bool:
+        """Close the screens above one of this kind; return whether there is one."""
+        is_open = any(isinstance(screen, kind) for screen in self.screen_stack)
+        while is_open and not isinstance(self.screen, kind):
+            self.pop_screen()
+        return is_open
 
     def pop_screen(self) -> AwaitComplete:
         """Close the top screen, but never the cluster view: a footer can be clicked twice before it is redrawn."""
@@ -359,12 +346,9 @@ class BoardApp(CrashHookApp):
         """Show the runs, with the cursor on ``run``; return to the screen if it is open below."""
         from gpuboard.board.screens.runs import RunsScreen  # late: runs and logs are not shown at the start
 
-        if not any(isinstance(screen, RunsScreen) for screen in self.screen_stack):
+        if not self._return_to(RunsScreen):
             self.push_screen(RunsScreen(run))
-            return
-        while not isinstance(self.screen, RunsScreen):
-            self.pop_screen()
-        if run is not None:
+        elif run is not None and isinstance(self.screen, RunsScreen):
             self.screen.jump(run)
 
     def open_gpu(self, uuid: str) -> None:
@@ -393,13 +377,8 @@ class BoardApp(CrashHookApp):
         """Redraw the whole screen: another program may have written on it."""
         self.refresh(layout=True)
 
-    def go_to_node(self, name: str) -> None:
-        self._go_to(f"node:{name}")
-
-    def go_to_gpu(self, uuid: str) -> None:
-        self._go_to(uuid)
-
-    def _go_to(self, key: str) -> None:
+    def go_to(self, key: str) -> None:
+        """Show a node (``node:NAME``) or a GPU (its UUID) in the cluster view."""
         while len(self.screen_stack) > 2 and not isinstance(self.screen, ClusterScreen):
             self.pop_screen()
         if isinstance(self.screen, BoardScreen):

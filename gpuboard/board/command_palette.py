@@ -107,14 +107,14 @@ class Palette(Themes):
             name = node.name.lower()
             if words in name:
                 left -= 1
-                go = partial(self.board.go_to_node, node.name)
+                go = partial(self.board.go_to, f"node:{node.name}")
                 yield _jump(f"Go to {node.name}", words, go, name.startswith(words))
             if name == words.partition(":")[0] or words.startswith(("gpu-", "mig-")):
                 for gpu in node.gpus:
                     place = f"{node.name}:{gpu.index}"
                     if place.lower().startswith(words) or gpu.uuid.lower().startswith(words):
                         left -= 1
-                        go = partial(self.board.go_to_gpu, gpu.uuid)
+                        go = partial(self.board.go_to, gpu.uuid)
                         yield _jump(f"Go to {place} {gpu.name}", words, go, True)
             if left <= 0:
                 return

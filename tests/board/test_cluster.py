@@ -403,7 +403,7 @@ async def test_groups_have_headings_and_count(tmp_path: Path) -> None:
 
 async def test_a_node_without_gpus_is_itself_in_every_group(tmp_path: Path) -> None:
     async with opened(tmp_path) as (app, shown, pilot):
-        app.go_to_node("gpu5")
+        app.go_to("node:gpu5")
         found = []
         for key in ("g", "g", "t", "g", "t", "g", "t", "g"):
             await pilot.press(key)
@@ -476,11 +476,11 @@ async def test_an_empty_inventory_shows_what_to_do(tmp_path: Path) -> None:
 async def test_going_to_a_gpu_takes_a_filter_away_that_hides_it(tmp_path: Path) -> None:
     async with opened(tmp_path) as (app, shown, pilot):
         await pilot.press("slash", *"l40s", "enter")
-        app.go_to_gpu("GPU-gpu2-1")
+        app.go_to("GPU-gpu2-1")
         assert (shown.cursor_uuid, shown.view.filter) == ("GPU-gpu2-1", "l40s")
-        app.go_to_node("gpu3")
+        app.go_to("node:gpu3")
         assert (shown.cursor_uuid, shown.view.filter) == ("GPU-gpu3-0", "")
-        app.go_to_node("gpu5")
+        app.go_to("node:gpu5")
         assert shown.cursor_node == "gpu5"
 
 

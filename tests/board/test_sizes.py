@@ -140,7 +140,7 @@ async def everywhere(
     (run / "rank-0.out").write_text("".join(f"epoch {number} {extra}\n" for number in range(40)))
     first = everything(extra)
     async with made.still(folder, first, size, settings=Settings(glyphs=glyphs)) as (app, pilot):
-        app.remember(filters=[SavedFilter("free H100", "state:free model:H100")])
+        app.remember(filters=(SavedFilter("free H100", "state:free model:H100"),))
         yield app, pilot
 
 

@@ -76,7 +76,7 @@ class SavedFilters(Choose):
         if option is None:
             return
         kept = [one for one in self.board.preferences.filters if (one.rows, one.name) != (self._rows, option.id)]
-        self.board.remember(filters=kept)
+        self.board.remember(filters=tuple(kept))
         options.remove_option(option.id or "")
         if not options.option_count:
             self.dismiss(None)
@@ -110,7 +110,7 @@ class SaveFilter(Dialog[str]):
         """Save it, also for the next start."""
         new = SavedFilter(values["name"], self._text, self._rows)
         others = [one for one in self.board.preferences.filters if (one.rows, one.name) != (new.rows, new.name)]
-        self.board.remember(filters=[*others, new])
+        self.board.remember(filters=(*others, new))
         self.board.notify(f"{new.name}: {new.text}", title="Filter saved; F shows all", markup=False)
         self.dismiss(new.name)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 from gpuboard import paths
 from gpuboard.board.core import Core, banners
-from gpuboard.board.dialogs.launch_process import LaunchForm, Starter
+from gpuboard.board.dialogs.launch_process import Starter
 from gpuboard.board.operations import Operations
 from gpuboard.board.overview.log import EventLog
 from gpuboard.board.scene import Scene
@@ -21,13 +21,7 @@ from gpuboard.recording.file import Recording
 from gpuboard.recording.player import Player, local_time
 
 if TYPE_CHECKING:
-    from gpuboard.board.dialogs.launch_process import StartedRun
-    from gpuboard.cluster.snapshot.processes import Running
     from gpuboard.config import Settings
-    from gpuboard.leases.ledger import Released
-    from gpuboard.leases.output.formats import Allocation
-    from gpuboard.model.request import Choice, Refusal, Request
-    from gpuboard.model.snapshot import Snapshot
 
 _PACE_S = 1.0  # the time in the label advances at least this often
 _FASTEST_S = 0.1  # between two scenes
@@ -114,34 +108,20 @@ def label(player: Player) -> str:
     return "  ".join(filter(None, (f"REPLAY {local_time(player.position)}", f"{player.speed:g}x", state)))
 
 
-def _refuse() -> NoReturn:
+def _refuse(*_: object, **__: object) -> NoReturn:
     raise UsageError("this is a replay: nothing can be reserved, launched or signalled")
 
 
 class _ReadOnly(Operations):
     """Operations of a replay: all of them are refused."""
 
-    def plan(self, request: Request, snapshot: Snapshot | None = None) -> Choice | Refusal:
-        _refuse()
-
-    def reserve(self, *_: object, **__: object) -> Allocation:
-        _refuse()
-
-    def release(self, lease: str) -> Released:
-        _refuse()
-
-    def renew(self, lease: str, for_s: float) -> None:
-        _refuse()
-
-    def signal(self, processes: Sequence[Running], name: str) -> list[str]:
-        _refuse()
+    plan = reserve = release = renew = signal = _refuse
 
 
 class _NoStarter(Starter):
     """Starts nothing."""
 
-    def start(self, form: LaunchForm) -> StartedRun:
-        _refuse()
+    start = _refuse
 
 
 # Actions have the names of the operations that they use; a recording has no run that could be stopped.

@@ -238,7 +238,7 @@ class LeasesScreen(FilteredScreen):
 
     def action_jump(self) -> None:
         if one := self._selected():
-            self.board.go_to_gpu(one.lease.gpus[0].uuid)
+            self.board.go_to(one.lease.gpus[0].uuid)
 
     def action_release(self) -> None:
         """Release the lease, after a question."""

@@ -111,10 +111,7 @@ class OverviewScreen(GraphScreen, FilteredScreen):
             return
         first = event.gpus.split(",")[0].split("-")[0]
         gpu = next((gpu for gpu in node.gpus if str(gpu.index) == first), None)
-        if gpu is not None:
-            self.board.go_to_gpu(gpu.uuid)
-        else:
-            self.board.go_to_node(node.name)
+        self.board.go_to(gpu.uuid if gpu is not None else f"node:{node.name}")
 
     def action_sort(self) -> None:
         """Sort the people by the next of GPUs idle, held, used."""
