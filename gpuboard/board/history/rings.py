@@ -89,11 +89,9 @@ class History:
         self._own: frozenset[str] = frozenset()  # columns seen here: loaded records may have others
         self._loaded: frozenset[str] = frozenset()
         self._due = float("-inf")
-        self._binned: tuple[tuple[HistoryRecord, ...], int, list[int]] = ((), 0, [])  # for ``_places``
         self._changes = 0  # how often samples were taken away, added below others or given other columns
-        self._peaks: dict[
-            tuple[str, int, int], tuple[tuple[int, float], list[float | None]]
-        ] = {}  # by GPU, plane, bins
+        # by GPU, plane, bins
+        self._peaks: dict[tuple[str, int, int], tuple[tuple[int, float], list[float | None]]] = {}
         self._sliced: tuple[tuple[HistoryRecord, ...], dict[int, list[tuple[int, int]]]] = ((), {})  # for ``_slices``
 
     def add(self, snapshot: Snapshot, now: float) -> bool:
@@ -155,36 +153,22 @@ class History:
     def means(self, uuids: Sequence[str], bins: int) -> list[float | None]:
         """Return the mean utilization of GPUs over the last minutes, oldest first; None where there is no sample.
 
-        Bins are SPAN_S / ``bins`` long and begin at multiples of that, so that a drawn line only shifts. A single bin
-        without a sample has the value before it: samples come unevenly.
+        Bins are SPAN_S / ``bins`` long and begin at multiples of that, so that a drawn line only shifts. A sample holds
+        until the next one, over at most 2.5 periods: samples come unevenly.
         """
         records, columns = self._past.records[0], self._past.columns
         numbers = [columns[uuid] for uuid in uuids if uuid in columns]
         first, size = min(numbers, default=0), len(numbers)
-        together = numbers == list(range(first, first + size))  # the usual case: the GPUs of one node, or one GPU
-        sums, samples = [0] * bins, [0] * bins
-        for at, record in zip(self._places(records, bins), records, strict=True):
-            plane = record.planes[UTILIZATION]
-            if size == 1 and at >= 0:  # a curve per GPU of a picture: quicker by half
-                if first < len(plane) and (code := plane[first]):
-                    sums[at] += code - 1
-                    samples[at] += 1
-            elif at >= 0:
-                codes = plane[first : first + size] if together else select(record, numbers, len(columns)).planes[0]
-                number = len(codes) - codes.count(0)  # 0: unknown
-                sums[at] += sum(codes) - number
-                samples[at] += number
-        found = [total / number if number else None for total, number in zip(sums, samples, strict=True)]
-        for at in range(1, bins - 1):
-            if found[at] is None and samples[at - 1] and samples[at + 1]:
-                found[at] = found[at - 1]
-        return found
+        planes = [record.planes[UTILIZATION] for record in records]
+        if numbers != list(range(first, first + size)):  # not the usual case, the GPUs of one node or one GPU
+            alone = [HistoryRecord(record.at, record.planes[: UTILIZATION + 1]) for record in records]
+            planes, first = [select(record, numbers, len(columns)).planes[UTILIZATION] for record in alone], 0
+        data = b"".join([plane[first : first + size].ljust(size, b"\0") for plane in planes])
+        codes = [data[begin * size : end * size].translate(None, b"\0") for begin, end in self._slices(records, bins)]
+        return [(sum(part) - len(part)) / len(part) if part else None for part in codes[1:]]
 
     def peaks(self, uuid: str, plane: int, bins: int) -> list[float | None]:
-        """Return the highest value of a GPU in bins as those of ``means``, up to the newest that has ended.
-
-        A value holds until the next sample, over at most 2.5 periods. None where there is no sample.
-        """
+        """Return the highest value of a GPU in bins as those of ``means``, up to the newest that has ended."""
         changes = self._changes
         records, columns = self._past.records[0], self._past.columns
         number = columns.get(uuid)
@@ -196,29 +180,20 @@ class History:
             return kept[1]
         codes = [record.planes[plane] for record in records]
         own = [each[number] if number < len(each) else 0 for each in codes]
-        found = [DECODE[plane][max(own[first:end], default=0)] for first, end in self._slices(records, bins)]
+        found = [DECODE[plane][max(own[first:end], default=0)] for first, end in self._slices(records, bins)[:-1]]
         if len(self._peaks) > _PEAKS_KEPT:
             self._peaks = {}
         self._peaks[uuid, plane, bins] = newest, found
         return found
 
     def _slices(self, records: tuple[HistoryRecord, ...], bins: int) -> list[tuple[int, int]]:
-        """Return of each bin its records, or the one before that holds; computed once for all GPUs."""
+        """Return the records of each of ``bins`` + 1 bins, or the one before that holds; computed once for all GPUs."""
         if self._sliced[0] is not records:
             self._sliced = records, {}
         found = self._sliced[1].get(bins)
         if found is None:
-            times = [record.at for record in records]
-            found = self._sliced[1][bins] = slices(times, SPAN_S / bins, bins + 1)[:-1]
+            found = self._sliced[1][bins] = slices([record.at for record in records], SPAN_S / bins, bins + 1)
         return found
-
-    def _places(self, records: tuple[HistoryRecord, ...], bins: int) -> list[int]:
-        """Return the bin of each record, negative before the first; computed once for all rows of a picture."""
-        if self._binned[0] is not records or self._binned[1] != bins:
-            bin_s = SPAN_S / bins
-            newest = records[-1].at // bin_s if records else 0.0
-            self._binned = records, bins, [int(record.at // bin_s - newest) + bins - 1 for record in records]
-        return self._binned[2]
 
     def cluster(self, span: Span = FIVE_MINUTES) -> Cluster:
         """Return the samples of all GPUs of this board over ``span``, the unfinished bucket included."""
