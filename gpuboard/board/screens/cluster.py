@@ -86,7 +86,7 @@ class ClusterScreen(FilteredScreen, ActingScreen):
             with RowsAndOverview(self._show_overview, id="left"):
                 yield Picture(self.board.core.history, id="picture")
                 yield SingleNode(self.board.core.history, id="single")
-                yield GpuTable(self.board.core.history.means, id="table")
+                yield GpuTable(self.board.core.history, id="table")
                 yield OverviewPanel(Gatherer(self.board.core.history, self.board.core.events), id="overview")
             yield GpuPanel(id="side")
         yield Lines(id="status")

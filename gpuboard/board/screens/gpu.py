@@ -221,12 +221,8 @@ class GpuScreen(GraphScreen, ActingScreen):
 
     def _show_processes(self, rows: list[Row], empty: str) -> None:
         grid = self.query_one("#processes", Grid)
-        height = 1 + max(2, min(len(rows), _PROCESSES))
-        if grid.styles.height is None or grid.styles.height.value != height:
-            grid.styles.height = height
-        if grid.empty != empty:
-            grid.empty = empty
-            grid.redraw()
+        grid.styles.height = 1 + max(2, min(len(rows), _PROCESSES))
+        grid.set_empty(empty)
         grid.set_rows(rows)
 
     def targets(self) -> list[str]:

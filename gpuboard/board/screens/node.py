@@ -16,10 +16,10 @@ from gpuboard.board.history import History, Span
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail.graphs import GraphFrame
 from gpuboard.board.text.detail.host import host_graphs, network_words
-from gpuboard.board.text.format import UNKNOWN, age, percent, reason_beside, short_model
-from gpuboard.board.text.gpu_row import degrees, device_owner, device_state, known, owner, state_runs
+from gpuboard.board.text.format import age, percent, reason_beside, short_model
+from gpuboard.board.text.gpu_row import degrees, device_owner, device_state, known, owner, state_runs, watts
 from gpuboard.board.text.lines import NAME, Runs, above, named
-from gpuboard.board.text.plots import bins, curve, meter, per_cell
+from gpuboard.board.text.plots import bins, curve, meter, part_of, per_cell
 from gpuboard.board.text.single_node import TITLES, no_process, process_columns, process_rows
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.board.widgets.footer import Footer
@@ -85,11 +85,11 @@ def node_lines(node: NodeView, glyphs: Glyphs, width: int, *, host: bool = True)
 
 def _host_lines(node: NodeView, glyphs: Glyphs) -> list[Runs]:
     old = node.state != "up"
-    cpu = None if node.cpu_percent is None else node.cpu_percent / 100
-    lines = [_host("CPU", cpu, _cpu_words(node), glyphs, old)]
-    part = node.memory_used / node.memory_total if node.memory_used is not None and node.memory_total else None
     words = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
-    lines.append(_host("Memory", part, words, glyphs, old))
+    lines = [
+        _host("CPU", part_of(node.cpu_percent, 100), _cpu_words(node), glyphs, old),
+        _host("Memory", part_of(node.memory_used, node.memory_total), words, glyphs, old),
+    ]
     if node.net_received is not None:
         lines.append([("Network".ljust(NAME), "dim"), (network_words(node), "dim" if old else "")])
     return lines
@@ -165,7 +165,7 @@ def _gpu_cells(
         *([known(percent(activity(gpu, of))) for of in ("sm", "tensor")] if active else []),
         *([Cell(trace(gpu.uuid), gpu.state)] if trace else []),
         degrees(gpu),
-        known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W"),
+        watts(gpu),
         Cell(short_model(gpu.name)),
         Cell(f"{flags}{reason_beside(gpu.reason, users)}"),
     )
@@ -178,7 +178,7 @@ def _trace(history: History, span: Span, glyphs: Glyphs, uuid: str) -> str:
 
 
 def _memory_cells(of: GpuView | MigView, state: str, glyphs: Glyphs) -> tuple[Cell, Cell]:
-    part = of.memory_used / of.memory_total if of.memory_used is not None and of.memory_total else None
+    part = part_of(of.memory_used, of.memory_total)
     used = "?" if of.memory_used is None else f"{of.memory_used / 2**30:.1f}"
     total = "?" if of.memory_total is None else f"{of.memory_total / 2**30:.0f}"
     full, track = meter(part, _BAR, glyphs)
@@ -242,9 +242,7 @@ class NodeScreen(GraphScreen, ActingScreen):
         empty = "no GPU"
         if node.age_s is None:
             empty = f"no GPUs known{' yet' if node.connecting else ''}: no reading from this node"
-        if grid.empty != empty:
-            grid.empty = empty
-            grid.redraw()
+        grid.set_empty(empty)
         wide = self.size.width >= _TRACE_FROM
         active = self.size.width >= _ACTIVITY_FROM and any(activity(gpu, "sm") is not None for gpu in node.gpus)
         grid.set_columns(gpu_columns(span if wide else None, active=active))
@@ -257,9 +255,7 @@ class NodeScreen(GraphScreen, ActingScreen):
         """Show the node's processes below its GPUs where there are ``room`` lines for them."""
         grid, processes = self.query_one("#gpus", Grid), self.query_one("#processes", ProcessGrid)
         processes.display = bool(rows) and room >= _PROCESSES_FROM
-        wanted = f"{HEADER + max(rows, _GPU_LINES)}" if processes.display else "1fr"
-        if str(grid.styles.height) != wanted:
-            grid.styles.height = wanted
+        grid.styles.height = HEADER + max(rows, _GPU_LINES) if processes.display else "1fr"
         if processes.display:
             places = [Place(node, gpu) for gpu in node.gpus]
             processes.set_empty(no_process(places))

@@ -8,8 +8,8 @@ from gpuboard.board.history import History
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import fit, fit_names
 from gpuboard.board.text.format import UNKNOWN, flag_mark, gib, percent
-from gpuboard.board.text.gpu_row import degrees, letter_of, owner, units
-from gpuboard.board.text.plots import curve, meter, metered, per_cell
+from gpuboard.board.text.gpu_row import degrees, letter_of, owner, units, watts
+from gpuboard.board.text.plots import curve, meter, metered, part_of, per_cell
 from gpuboard.board.theme.styles import Look
 from gpuboard.model.snapshot import GpuView
 
@@ -68,8 +68,8 @@ def first_line(gpu: GpuView, ink: Ink, *, marked: bool) -> Parts:
         return [*sign, (fit(words if len(words) <= room else f"{free}/{total}", room), state), (" ", "")]
     if not has_readings(gpu):
         return [*sign, (" " * room, ""), (" ", "")]
-    part = None if gpu.utilization is None else gpu.utilization / 100
-    return [*sign, *_meter(part, percent(gpu.utilization), room, state, ink.look), (" ", "")]
+    used = _meter(part_of(gpu.utilization, 100), percent(gpu.utilization), room, state, ink.look)
+    return [*sign, *used, (" ", "")]
 
 
 def further_lines(gpu: GpuView, ink: Ink) -> list[Parts]:
@@ -95,20 +95,18 @@ def further_lines(gpu: GpuView, ink: Ink) -> list[Parts]:
 
 
 def _memory(gpu: GpuView, room: int, state: str, look: Look) -> Parts:
-    part = gpu.memory_used / gpu.memory_total if gpu.memory_used is not None and gpu.memory_total else None
+    part = part_of(gpu.memory_used, gpu.memory_total)
     words = f"{gib(gpu.memory_used)}/{gib(gpu.memory_total)}G" if room >= _TOTAL_FROM else f"{gib(gpu.memory_used)}G"
     return _meter(part, words, room, state, look)
 
 
 def _power(gpu: GpuView, room: int, look: Look) -> Parts:
     """Return power with a meter to its limit, and the temperature."""
-    watts = UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W"
-    warm = degrees(gpu)
-    part = None if gpu.power is None or not gpu.power_limit else gpu.power / gpu.power_limit
-    left = room - _DEGREES
-    drawn: Parts = [(fit(watts if len(watts) <= left else "", left), "dim")]
-    if part is not None and left - len(watts) > _METER_LEAST:
-        drawn = list(metered(part, f"{watts:>{_VALUE}}", left, "dim", look.glyphs))
+    words, warm = str(watts(gpu).text), degrees(gpu)
+    part, left = part_of(gpu.power, gpu.power_limit), room - _DEGREES
+    drawn: Parts = [(fit(words if len(words) <= left else "", left), "dim")]
+    if part is not None and left - len(words) > _METER_LEAST:
+        drawn = list(metered(part, f"{words:>{_VALUE}}", left, "dim", look.glyphs))
     return [*drawn, (f"{warm.text:>{_DEGREES}}", str(warm.style) or "dim")]
 
 

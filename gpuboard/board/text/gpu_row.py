@@ -68,6 +68,11 @@ def degrees(gpu: GpuView) -> Cell:
     return known(UNKNOWN if gpu.temperature is None else f"{gpu.temperature}°C", "warn" if hot else "")
 
 
+def watts(gpu: GpuView) -> Cell:
+    """Return the power of a GPU."""
+    return known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W")
+
+
 def device_state(mig: MigView) -> Cell:
     """Return the letter and the name of a MIG device's state."""
     return Cell(f"{LETTERS.get(mig.state, UNKNOWN)}  {mig.state}", mig.state)

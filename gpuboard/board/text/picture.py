@@ -29,8 +29,8 @@ from gpuboard.board.text.format import (
     short_model,
 )
 from gpuboard.board.text.gpu_cell import TALLEST, CellSize, Ink, first_line, further_lines, has_readings
-from gpuboard.board.text.gpu_row import letter_of, units
-from gpuboard.board.text.plots import curve, metered, per_cell
+from gpuboard.board.text.gpu_row import known, letter_of, units
+from gpuboard.board.text.plots import curve, metered, part_of, per_cell
 from gpuboard.board.text.rows import GAP, Cell, Column, Runs
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.model.snapshot import GpuView, NodeView
@@ -173,7 +173,7 @@ def _host(node: NodeView, drawing: Drawing, room: int) -> list[Runs]:
         words = f"CPU {cpu} {memory}"
         return [model, ((words, "unknown" if UNKNOWN in words else "dim"),)]
     glyphs = drawing.ink.look.glyphs
-    used = node.memory_used / node.memory_total if node.memory_used is not None and node.memory_total else None
+    used = part_of(node.memory_used, node.memory_total)
     parts = [] if node.cpu_percent is None else [("CPU ", node.cpu_percent / 100, cpu.rjust(len(memory)))]
     parts += [] if used is None else [("Mem ", used, memory)]
     lines: list[Runs] = [((name, "dim"), *metered(part, words, room - 5, "dim", glyphs)) for name, part, words in parts]
@@ -192,8 +192,8 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
         return (name, connection, Cell(words, trouble_role(node), rest=True))
     shown = [gpu for gpu in node.gpus if item.shown is None or gpu.uuid in item.shown]
     free, total = map(sum, zip(*(units(gpu) for gpu in shown), strict=True)) if shown else (0, 0)
-    known = node.state == "up"
-    count = Cell(f"{free if known else UNKNOWN}/{total}", ("free" if free else "dim") if known else "unknown")
+    role = "unknown" if node.state != "up" else "free" if free else "dim"
+    count = Cell(f"{free if node.state == 'up' else UNKNOWN}/{total}", role)
     head = (name, connection, Cell(_gpus(item, drawing, head=True)[0]), count)
     if ink.size.wide:
         return head
@@ -204,11 +204,11 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
     values = [gpu.utilization for gpu in node.gpus if gpu.utilization is not None]
     return (
         *head,
-        _maybe(percent(sum(values) / len(values) if values else None)),
+        known(percent(sum(values) / len(values) if values else None)),
         Cell(_trace(node, ink, widths["trace"]), "busy" if node.state == "up" and any(values) else "dim"),
         Cell(_model(node)),
-        _maybe(percent(node.cpu_percent)),
-        _maybe(pair(node.memory_used, node.memory_total, 4)),
+        known(percent(node.cpu_percent)),
+        known(pair(node.memory_used, node.memory_total, 4)),
         Cell(_users(shown, ink.scene, widths.get("users", 0))),
     )
 
@@ -216,11 +216,10 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
 def _trace(node: NodeView, ink: Ink, cells: int) -> str:
     """Return the mean utilization of a node's GPUs over the last minutes as a curve."""
     bins = min(per_cell(ink.look.glyphs) * cells, _BINS_MOST)
-    return (
-        curve(ink.history.means([gpu.uuid for gpu in node.gpus], bins), 1, ink.look.glyphs, 0.0, 100.0)[0].rjust(cells)
-        if bins
-        else ""
-    )
+    if not bins:
+        return ""
+    values = ink.history.means([gpu.uuid for gpu in node.gpus], bins)
+    return curve(values, 1, ink.look.glyphs, 0.0, 100.0)[0].rjust(cells)
 
 
 def _trouble(node: NodeView) -> str:
@@ -311,7 +310,3 @@ def trouble_role(node: NodeView) -> str:
     if node.connecting:
         return "unknown"
     return "bad" if node.state == "unreachable" else "warn"
-
-
-def _maybe(words: str) -> Cell:
-    return Cell(words, "unknown" if UNKNOWN in words else "")

@@ -32,6 +32,11 @@ def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> li
 _slices = lru_cache(maxsize=64)(slices)  # the same for all graphs of a GPU
 
 
+def part_of(value: float | None, most: float | None) -> float | None:
+    """Return how much of ``most`` a value is, 0 to 1; None: not known."""
+    return None if value is None or not most else value / most
+
+
 def meter(part: float | None, cells: int, glyphs: Glyphs) -> tuple[str, str]:
     """Return a thin bar that is full to ``part`` (0 to 1) of ``cells``: its full and its empty part; None: blank."""
     if part is None:

@@ -7,6 +7,7 @@ from functools import partial
 
 from gpuboard.board.scene import Place
 from gpuboard.board.text.format import UNKNOWN
+from gpuboard.board.text.gpu_row import known
 from gpuboard.board.text.plots import meter
 from gpuboard.board.text.rows import Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
@@ -54,11 +55,11 @@ def process_cells(process: ProcessView, *, mine: bool = False) -> tuple[Cell, ..
     return (
         Cell("hidden", "unknown") if process.user is None else Cell(process.user, "mine" if mine else ""),
         Cell(str(process.pid)),
-        _known(compact_size(process.memory)),
-        _known(UNKNOWN if sm is None else str(sm), "dim" if sm is not None and sm < BUSY_SM else ""),
-        _known(UNKNOWN if cpu is None else f"{cpu:.0f}"),
-        _known(compact_size(process.host_memory)),
-        _known(UNKNOWN if process.runtime_s is None else format_duration(process.runtime_s)),
+        known(compact_size(process.memory)),
+        known(UNKNOWN if sm is None else str(sm), "dim" if sm is not None and sm < BUSY_SM else ""),
+        known(UNKNOWN if cpu is None else f"{cpu:.0f}"),
+        known(compact_size(process.host_memory)),
+        known(UNKNOWN if process.runtime_s is None else format_duration(process.runtime_s)),
         Cell(process.job or "-", "" if process.job else "dim"),
         Cell(process.lease or "-", "" if process.lease else "dim"),
         Cell(process.container or "-", "" if process.container else "dim"),
@@ -69,10 +70,6 @@ def process_cells(process: ProcessView, *, mine: bool = False) -> tuple[Cell, ..
 
 def _note(process: ProcessView) -> str:
     return "rogue" if process.rogue else process.type if process.type != "compute" else ""
-
-
-def _known(text: str, style: str = "") -> Cell:
-    return Cell(text, "unknown" if text == UNKNOWN else style)
 
 
 def with_values(columns: Sequence[Column], found: Collection[ProcessView]) -> tuple[Column, ...]:

@@ -30,7 +30,7 @@ from gpuboard.board.text.gpu_row import (
 )
 from gpuboard.board.text.lines import wrapped
 from gpuboard.board.text.picture import group_words, trouble_role
-from gpuboard.board.text.plots import curve, meter, metered, per_cell
+from gpuboard.board.text.plots import curve, meter, metered, part_of, per_cell
 from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key, with_values
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
@@ -134,10 +134,10 @@ def _gpu_cells(place: Place, layout: Layout) -> tuple[Cell, ...]:
         "index": Cell(str(gpu.index)),
         "state": Cell(state_runs(gpu)),
         "utilization": layout.meter(
-            "utilization", _part(gpu.utilization, 100), f"{percent(gpu.utilization):>4}", gpu.state
+            "utilization", part_of(gpu.utilization, 100), f"{percent(gpu.utilization):>4}", gpu.state
         ),
         "memory": _memory(gpu, layout),
-        "power": layout.meter("power", _part(gpu.power, gpu.power_limit), power),
+        "power": layout.meter("power", part_of(gpu.power, gpu.power_limit), power),
         "temperature": degrees(gpu),
         "trace": _recent(gpu, layout, 0),
         "user": Cell(*owner(gpu, layout.scene)),
@@ -206,12 +206,8 @@ def _recent(gpu: GpuView, layout: Layout, line: int) -> Cell:
 
 
 def _memory(of: GpuView | MigView, layout: Layout) -> Cell:
-    part = _part(of.memory_used, of.memory_total)
+    part = part_of(of.memory_used, of.memory_total)
     return layout.meter("memory", part, pair(of.memory_used, of.memory_total, 3), of.state)
-
-
-def _part(value: float | None, most: float | None) -> float | None:
-    return None if value is None or not most else value / most
 
 
 def _reason(of: GpuView | MigView, scene: Scene) -> Cell:
@@ -228,8 +224,8 @@ def host_lines(node: NodeView, glyphs: Glyphs, cells: int) -> Sequence[Runs]:
     memory = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
     parts: list[Runs] = [
         ((f" {node.name}", "title"),),
-        _host("CPU", _part(node.cpu_percent, 100), f"{percent(node.cpu_percent)}{load}", glyphs, old=old),
-        _host("memory", _part(node.memory_used, node.memory_total), memory, glyphs, old=old),
+        _host("CPU", part_of(node.cpu_percent, 100), f"{percent(node.cpu_percent)}{load}", glyphs, old=old),
+        _host("memory", part_of(node.memory_used, node.memory_total), memory, glyphs, old=old),
         ((f"driver {node.driver or UNKNOWN}", "dim"),),
         ((f"CUDA {node.cuda or UNKNOWN}", "dim"),),
     ]

@@ -82,11 +82,8 @@ class SingleNode(Vertical):
         rows = len(with_devices(items))
         tall = text.tall_for(node, rows, self.size.height)
         wanted = rows * tall if rows else _EMPTY_LINES
-        height = min(HEADER + wanted, max(HEADER + 1, self.size.height - len(host)))
-        grid = self.grid
-        if grid.styles.height is None or grid.styles.height.value != height:
-            grid.styles.height = height
-        grid.show(scene, items, tall)
+        self.grid.styles.height = min(HEADER + wanted, max(HEADER + 1, self.size.height - len(host)))
+        self.grid.show(scene, items, tall)
         places = [item for item in items if isinstance(item, Place)]
         processes = self.query_one("#node-processes", ProcessGrid)
         processes.set_empty(text.no_process(places))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from gpuboard.board.arrange import Group, activity, age_of, key_of, users_of
 from gpuboard.board.arrange import Row as Item
+from gpuboard.board.history import History
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.tables.columns import BAR, SPARK, ColumnChoice, layout
 from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_beside, short_model
@@ -20,22 +21,21 @@ from gpuboard.board.text.gpu_row import (
     owner,
     row_key,
     state_runs,
+    watts,
     with_devices,
 )
 from gpuboard.board.text.picture import group_words, trouble_role
-from gpuboard.board.text.plots import curve, meter, per_cell
+from gpuboard.board.text.plots import curve, meter, part_of, per_cell
 from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
-from gpuboard.model.snapshot import NodeView
-
-Means = Callable[[Sequence[str], int], Sequence[float | None]]  # of utilization in the last minutes, as History.means
+from gpuboard.model.snapshot import GpuView, MigView, NodeView
 
 
 class GpuTable(Grid):
     """GPUs in rows. Keys are UUIDs, also of MIG devices, and ``node:NAME`` of nodes without known GPUs."""
 
-    def __init__(self, means: Means, *, id: str | None = None) -> None:
+    def __init__(self, history: History, *, id: str | None = None) -> None:
         super().__init__((), marks=True, id=id)
-        self._means = means
+        self._history = history
         self._scene: Scene | None = None
         self._items: Sequence[Item] = ()
         self._chosen: tuple[ColumnChoice, ...] = ()
@@ -80,7 +80,7 @@ class GpuTable(Grid):
         if isinstance(item, Group):
             return Row(item.key, (Cell(group_words(item)),), group=True)
         if isinstance(item, Device):
-            return Row(item.mig.uuid, partial(self._device, item), dim=item.place.node.state != "up")
+            return Row(item.mig.uuid, partial(self._cells, item), dim=item.place.node.state != "up")
         if isinstance(item, NodeView):
             error = item.error or "no GPU found"
             words = Cell(f"connecting: {error}" if item.connecting else error, trouble_role(item), rest=True)
@@ -89,102 +89,80 @@ class GpuTable(Grid):
             if len(self.columns) == 1 or self.columns[1].key != "index":
                 return Row(key_of(item), (Cell(item.name), words))
             return Row(key_of(item), (Cell(item.name), Cell(UNKNOWN, "unknown"), words))
-        return Row(item.gpu.uuid, partial(self._gpu, item), dim=item.node.state != "up")
+        return Row(item.gpu.uuid, partial(self._cells, item), dim=item.node.state != "up")
 
-    def _gpu(self, place: Place) -> Sequence[Cell]:
-        return [self._gpu_cell(column.key, place) for column in self.columns]
+    def _cells(self, item: Place | Device) -> Sequence[Cell]:
+        if isinstance(item, Device):
+            return [_OF_MIG[column.key](self, item) for column in self.columns]
+        return [_OF_GPU[column.key](self, item) for column in self.columns]
 
-    def _gpu_cell(self, key: str, place: Place) -> Cell:
-        node, gpu = place.node, place.gpu
-        match key:
-            case "node":
-                return Cell(node.name)
-            case "index":
-                return Cell(str(gpu.index))
-            case "model":
-                return Cell(short_model(gpu.name))
-            case "memory":
-                return self._memory(gpu.memory_used, gpu.memory_total, gpu.state)
-            case "utilization":
-                return known(percent(gpu.utilization))
-            case "sm" | "tensor":
-                return known(percent(activity(gpu, key)))
-            case "spark":
-                glyphs = self._look.glyphs
-                values = self._means((gpu.uuid,), SPARK * per_cell(glyphs))
-                return Cell(curve(values, 1, glyphs, 0.0, 100.0)[0], "dim" if gpu.state == "free" else gpu.state)
-            case "power":
-                return known(UNKNOWN if gpu.power is None else f"{gpu.power:.0f}W")
-            case "temperature":
-                return degrees(gpu)
-            case "user":
-                assert self._scene is not None  # rows come with their scene
-                return Cell(*owner(gpu, self._scene))
-            case "lease":
-                return Cell(", ".join(gpu.leases))
-            case "job":
-                return Cell(", ".join(job.id for job in gpu.jobs))
-            case "age":
-                return _age(age_of(node, gpu))
-            case "state":
-                return Cell(state_runs(gpu))
-            case "command":
-                return Cell(max(gpu.processes, key=lambda each: each.memory or 0).command if gpu.processes else "")
-            case "uuid":
-                return Cell(gpu.uuid)
-            case "reason":
-                return self._reason(place)
-        raise KeyError(key)
+    @property
+    def scene(self) -> Scene:
+        assert self._scene is not None  # rows come with their scene
+        return self._scene
 
-    def _reason(self, place: Place) -> Cell:
+    def curve(self, gpu: GpuView) -> Cell:
+        """Return the utilization of the last minutes."""
+        glyphs = self._look.glyphs
+        values = self._history.means((gpu.uuid,), SPARK * per_cell(glyphs))
+        return Cell(curve(values, 1, glyphs, 0.0, 100.0)[0], "dim" if gpu.state == "free" else gpu.state)
+
+    def reason(self, place: Place) -> Cell:
         """Return the reason, with the age of a stale reading and without the user beside it."""
         node, gpu = place.node, place.gpu
-        assert self._scene is not None  # rows come with their scene
-        words = reason_beside(gpu.reason, users_of(gpu, self._scene)) if self._named else gpu.reason
+        words = reason_beside(gpu.reason, users_of(gpu, self.scene)) if self._named else gpu.reason
         if node.state == "stale" and gpu.state != "unknown":  # an unknown one has it in the reason
             words = f"{age(age_of(node, gpu))} old: {words}"
         return Cell(words, "dim" if gpu.state == "free" else "")
 
-    def _device(self, device: Device) -> Sequence[Cell]:
-        return [self._device_cell(column.key, device) for column in self.columns]
-
-    def _device_cell(self, key: str, device: Device) -> Cell:
-        mig = device.mig
-        match key:
-            case "index":
-                return Cell("MIG", "dim")
-            case "model":
-                return Cell(mig.profile)
-            case "memory":
-                return self._memory(mig.memory_used, mig.memory_total, mig.state)
-            case "utilization" | "sm" | "tensor" | "power" | "temperature":
-                return Cell("-", "dim")  # NVML does not have them of MIG devices
-            case "user":
-                assert self._scene is not None  # as above
-                return device_owner(mig, self._scene)
-            case "lease":
-                return Cell(", ".join(mig.leases))
-            case "job":
-                return Cell(", ".join(job.id for job in mig.jobs))
-            case "age":
-                return _age(age_of(device.place.node, device.place.gpu))
-            case "state":
-                return device_state(mig)
-            case "uuid":
-                return Cell(mig.uuid)
-            case "reason":
-                return Cell(mig.reason, "dim" if mig.state == "free" else "")
-            case "node" | "spark" | "command":
-                return Cell("")  # as in the row of its GPU, or not known of MIG devices
-        raise KeyError(key)
-
-    def _memory(self, used: int | None, total: int | None, state: str) -> Cell:
-        part = None if used is None or not total else used / total
+    def memory(self, of: GpuView | MigView) -> Cell:
+        """Return a bar, and the memory in use and in total."""
+        part, words = part_of(of.memory_used, of.memory_total), pair(of.memory_used, of.memory_total, 3)
         if part is None:
-            return Cell(((" " * BAR + " ", ""), (pair(used, total, 3), "unknown")))
+            return Cell(((" " * BAR + " ", ""), (words, "unknown")))
         full, track = meter(part, BAR, self._look.glyphs)
-        return Cell(((full, state), (f"{track} ", "dim"), (pair(used, total, 3), "")))
+        return Cell(((full, of.state), (f"{track} ", "dim"), (words, "")))
 
 
-def _age(seconds: float | None) -> Cell:
-    return known(age(seconds), "dim")
+def _age(place: Place) -> Cell:
+    return known(age(age_of(place.node, place.gpu)), "dim")
+
+
+_OF_GPU: Mapping[str, Callable[[GpuTable, Place], Cell]] = {
+    "node": lambda table, at: Cell(at.node.name),
+    "index": lambda table, at: Cell(str(at.gpu.index)),
+    "model": lambda table, at: Cell(short_model(at.gpu.name)),
+    "memory": lambda table, at: table.memory(at.gpu),
+    "utilization": lambda table, at: known(percent(at.gpu.utilization)),
+    "sm": lambda table, at: known(percent(activity(at.gpu, "sm"))),
+    "tensor": lambda table, at: known(percent(activity(at.gpu, "tensor"))),
+    "spark": lambda table, at: table.curve(at.gpu),
+    "power": lambda table, at: watts(at.gpu),
+    "temperature": lambda table, at: degrees(at.gpu),
+    "user": lambda table, at: Cell(*owner(at.gpu, table.scene)),
+    "lease": lambda table, at: Cell(", ".join(at.gpu.leases)),
+    "job": lambda table, at: Cell(", ".join(job.id for job in at.gpu.jobs)),
+    "age": lambda table, at: _age(at),
+    "state": lambda table, at: Cell(state_runs(at.gpu)),
+    "reason": lambda table, at: table.reason(at),
+    "command": lambda table, at: Cell(
+        max(at.gpu.processes, key=lambda each: each.memory or 0).command if at.gpu.processes else ""
+    ),
+    "uuid": lambda table, at: Cell(at.gpu.uuid),
+}
+_OF_MIG: Mapping[str, Callable[[GpuTable, Device], Cell]] = {
+    # as in the row of its GPU, or not known of MIG devices
+    **dict.fromkeys(("node", "spark", "command"), lambda table, at: Cell("")),
+    # NVML does not have them of MIG devices
+    **dict.fromkeys(("utilization", "sm", "tensor", "power", "temperature"), lambda table, at: Cell("-", "dim")),
+    "index": lambda table, at: Cell("MIG", "dim"),
+    "model": lambda table, at: Cell(at.mig.profile),
+    "memory": lambda table, at: table.memory(at.mig),
+    "user": lambda table, at: device_owner(at.mig, table.scene),
+    "lease": lambda table, at: Cell(", ".join(at.mig.leases)),
+    "job": lambda table, at: Cell(", ".join(job.id for job in at.mig.jobs)),
+    "age": lambda table, at: _age(at.place),
+    "state": lambda table, at: device_state(at.mig),
+    "reason": lambda table, at: Cell(at.mig.reason, "dim" if at.mig.state == "free" else ""),
+    "uuid": lambda table, at: Cell(at.mig.uuid),
+}
