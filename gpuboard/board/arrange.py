@@ -36,7 +36,7 @@ class ViewState(msgspec.Struct, frozen=True):
     sort: str = ""  # a key of SORTS; "": by node and index
     reverse: bool = False
     group: str = "none"  # one of GROUPS
-    filter: str = ""  # in the language of filter/query.py, with the keys of filter/conditions.py
+    filter: str = ""  # in the language of filter/language.py, with the keys of filter/conditions.py
     pane: str = "auto"  # where the cursor's GPU is shown in detail: one of PANES
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from gpuboard import files, paths
 from gpuboard.board.arrange import GROUPS, PANES, SORTS, VIEWS, ViewState
-from gpuboard.board.filter.query import TEXT_MAX
+from gpuboard.board.filter.language import TEXT_MAX
 from gpuboard.board.history import FIVE_MINUTES, SPANS, Span
 from gpuboard.cluster.snapshot import processes
 from gpuboard.model.decoding import from_json

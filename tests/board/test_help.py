@@ -13,7 +13,7 @@ from textual.widgets import OptionList
 from gpuboard.board import keys
 from gpuboard.board.app import BoardApp
 from gpuboard.board.command_palette import Palette
-from gpuboard.board.filter import query
+from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.help import FILTER_WORDS, FLAG_WORDS, MOUSE_WORDS, RANK_WORDS, STATE_WORDS, HelpScreen
 from gpuboard.board.text.detail.ranks import RANK_LETTERS
@@ -27,7 +27,7 @@ def test_states_and_flags_are_all_explained_and_the_filters_are_valid() -> None:
     assert set(STATE_WORDS) == set(STATES) == set(LETTERS)
     assert set(RANK_WORDS) == set(RANK_LETTERS) - {UNKNOWN}
     assert set(FLAG_WORDS) == {"rogue", "idle", "overdue", "disputed", "sick"}
-    assert [query.parse(example).text for example, _ in FILTER_WORDS] == [example for example, _ in FILTER_WORDS]
+    assert [GPUS.parse(example).text for example, _ in FILTER_WORDS] == [example for example, _ in FILTER_WORDS]
 
 
 async def test_help_has_every_action_and_starts_with_the_screen_it_was_opened_from(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from gpuboard.board import preferences
 from gpuboard.board.arrange import ViewState
-from gpuboard.board.filter.query import TEXT_MAX
+from gpuboard.board.filter.language import TEXT_MAX
 from gpuboard.board.preferences import Preferences, ProcessOrder, SavedFilter
 from tests.board.lab import board, make_core, settle
 from tests.waiting import until

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from gpuboard import config, nodesets
 from gpuboard.board.dialogs import request_form
 from gpuboard.board.dialogs.base import number
-from gpuboard.board.filter import query
+from gpuboard.board.filter.conditions import GPUS
+from gpuboard.board.filter.language import QueryError
 from gpuboard.cluster.inventory.file import read_nodes
 from gpuboard.cluster.inventory.nodes import expand_names
 from gpuboard.cluster.inventory.sources import look_up
@@ -122,7 +123,7 @@ def test_numbers(text: str) -> None:
 @example("node:" + ",".join(f"a[{n}-99]" for n in range(60)))
 @example("mem>" + "9" * 900)
 def test_a_filter(text: str) -> None:
-    refused(lambda: query.parse(text), query.QueryError)
+    refused(lambda: GPUS.parse(text), QueryError)
 
 
 @given(TEXT)

@@ -21,7 +21,7 @@ from gpuboard.board.arrange import (
     natural,
     users_of,
 )
-from gpuboard.board.filter.query import parse
+from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.gpu_row import Device, with_devices
 from gpuboard.board.text.picture import group_words
@@ -41,13 +41,13 @@ SCENE = scene(
 
 def keys(view: ViewState, query: str = "", within: Scene = SCENE) -> list[str]:
     """Return the keys of the rows, GPUs without their prefix."""
-    rows = arrange(within, view, parse(query).matches if query else None)
+    rows = arrange(within, view, GPUS.parse(query).matches if query else None)
     return [key_of(row).removeprefix("GPU-") for row in rows]
 
 
 def pictured(view: ViewState, query: str = "") -> list[Any]:
     """Return the picture's rows as group names or (node, its GPUs shown)."""
-    rows = arrange_nodes(SCENE, view, parse(query).matches if query else None)
+    rows = arrange_nodes(SCENE, view, GPUS.parse(query).matches if query else None)
     return [
         row.name if isinstance(row, Group) else (row.node.name, None if row.shown is None else len(row.shown))
         for row in rows
@@ -176,7 +176,7 @@ def test_a_filter_leaves_out_the_mig_devices_that_do_not_match() -> None:
     )
 
     def devices(text: str) -> list[str]:
-        rows = with_devices(arrange(shown, ViewState(), parse(text).matches))
+        rows = with_devices(arrange(shown, ViewState(), GPUS.parse(text).matches))
         return [row.mig.state for row in rows if isinstance(row, Device)]
 
     assert devices("state:free") == ["free"]

@@ -13,7 +13,6 @@ from gpuboard.board.filter.completion import Completion, complete
 from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.filter.language import Key, Language, Query, QueryError
 from gpuboard.board.filter.matchers import text as named
-from gpuboard.board.filter.query import parse
 from tests.board.made import busy, gpu, lease, mig, node, scene
 
 SCENE = scene(
@@ -100,9 +99,9 @@ def test_any_text_can_be_completed_and_what_is_offered_keeps_the_beginning(text:
 @given(FILTERS)
 def test_taking_what_is_offered_makes_no_valid_filter_invalid(text: str) -> None:
     try:
-        parse(text)
+        GPUS.parse(text)
     except QueryError:
         return
     for candidate in completed(text).texts:
         if candidate[-1] not in ":<>":  # a key is not a term yet
-            parse(candidate)
+            GPUS.parse(candidate)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.filter.conditions import KEYS
-from gpuboard.board.filter.query import QueryError, parse
+from gpuboard.board.filter.conditions import GPUS, KEYS
+from gpuboard.board.filter.language import QueryError
 from gpuboard.board.scene import Scene
 from gpuboard.model.lease import Lease, LeaseGpu
 from gpuboard.model.snapshot import JobView, ProcessView
@@ -44,7 +44,7 @@ ALL = ["gpu01:0", "gpu01:1", "gpu01:2", "gpu02:0", "gpu02:1", "gpu10:0", "gpu11"
 
 def found(text: str, within: Scene = SCENE) -> list[str]:
     """Return what a query finds, as ``node:index``, or the node alone where it has no GPU."""
-    query = parse(text)
+    query = GPUS.parse(text)
     names = []
     for one in within.snapshot.nodes:
         name = one.name.split(".")[0]
@@ -122,7 +122,7 @@ def found(text: str, within: Scene = SCENE) -> list[str]:
 def test_what_a_query_finds(text: str, expected: list[str] | None) -> None:
     if expected is None:
         with pytest.raises(QueryError, match="is not a key"):
-            parse(text)
+            GPUS.parse(text)
     else:
         assert found(text) == expected
 
@@ -131,7 +131,7 @@ def test_connecting_and_unreachable_nodes_are_distinguished() -> None:
     shown = scene(unread("gpu01"), awaited("gpu02"))
 
     def names(text: str) -> list[str]:
-        matches = parse(text).matches
+        matches = GPUS.parse(text).matches
         return [node.name for node in shown.snapshot.nodes if matches is not None and matches(node, None, shown)]
 
     assert (names("state:connecting"), names("state:unreachable")) == (["gpu02"], ["gpu01"])
@@ -160,20 +160,20 @@ def test_connecting_and_unreachable_nodes_are_distinguished() -> None:
 )  # fmt: skip
 def test_missing_parts_are_reported(text: str, words: str, position: int) -> None:
     with pytest.raises(QueryError) as caught:
-        parse(text)
+        GPUS.parse(text)
     assert (caught.value.words, caught.value.position) == (words, position)
 
 
 def test_an_invalid_nodeset_is_reported() -> None:
     with pytest.raises(QueryError, match="cannot be read") as caught:
-        parse("free node:gpu[01-04]x]")
+        GPUS.parse("free node:gpu[01-04]x]")
     assert caught.value.position == 5
 
 
 def test_every_incomplete_key_shows_how_to_continue() -> None:
     for key, about in KEYS.items():
         with pytest.raises(QueryError) as caught:
-            parse(f"{key}:")
+            GPUS.parse(f"{key}:")
         assert caught.value.words == f"{key}: needs a value: {about.hint}"
 
 
@@ -204,7 +204,7 @@ def test_terms_hold_together_in_any_order(terms: list[str]) -> None:
 
 def test_a_large_cluster_is_filtered_within_a_frame_or_few() -> None:
     large = crowd(1000)
-    query = parse("state:free mem<40G model:H100")
+    query = GPUS.parse("state:free mem<40G model:H100")
     started = time.process_time()
     number = sum(query.matches(one, g, large) for one in large.snapshot.nodes for g in one.gpus)
     assert number > 0

@@ -7,8 +7,9 @@ import argparse
 import msgspec
 
 from gpuboard.board.arrange import SORTS, Matches, ViewState, arrange
+from gpuboard.board.filter.conditions import GPUS
+from gpuboard.board.filter.language import QueryError
 from gpuboard.board.filter.matchers import ME
-from gpuboard.board.filter.query import QueryError, parse
 from gpuboard.board.scene import Place, Scene
 from gpuboard.cli.see.columns import named
 from gpuboard.errors import UsageError
@@ -40,15 +41,15 @@ class Selection:
         self.keys: set[str] = set()  # of the filter and the order
         if args.filter:
             try:
-                query = parse(args.filter)
+                query = GPUS.parse(args.filter)
                 self._tests.append(query.matches)
                 self.keys |= query.keys
             except QueryError as error:
                 raise UsageError(f"--filter: {error}") from None
         if args.user:
-            self._tests.append(parse("user:me").matches if args.user == ME else _of_user(args.user))
+            self._tests.append(GPUS.parse("user:me").matches if args.user == ME else _of_user(args.user))
         if args.free:
-            self._tests.append(parse("state:free").matches)
+            self._tests.append(GPUS.parse("state:free").matches)
         self._free: bool = args.free
         self._view = ViewState()
         if args.sort:
@@ -98,4 +99,4 @@ def _of_user(user: str) -> Matches:
     """Return whether GPUs belong to a user, by full name. Raises UsageError."""
     if '"' in user:
         raise UsageError(f"--user: {quoted(user)} is not a user's name")
-    return parse(f'user="{user}"').matches
+    return GPUS.parse(f'user="{user}"').matches
