@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuboard.board.dialogs.base import Choose
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from gpuboard.cluster.inventory.nodes import Node
 
 _SHOWN = 300  # characters of the copied text in the toast
+_NODES = 5  # nodes whose ssh commands are offered
+_Text = tuple[str, str, Callable[[], str]]  # a text to copy: key, title, and what returns it
 
 
 def uuids_line(scene: Scene, uuids: Sequence[str]) -> str:
@@ -34,9 +37,8 @@ def export_line(scene: Scene, uuids: Sequence[str], *, by_uuid: bool) -> str:
     mig = [(uuid == place.gpu.uuid, place.gpu.index) for uuid, place in places if "mig" in place.gpu.flags]
     if any(parent for parent, _ in mig) or (mig and not by_uuid):
         raise GpuboardError(f"{nodes[0]}:{mig[0][1]} is in MIG mode; CUDA takes the UUID of one of its devices")
-    label = (
-        "  # SIMULATED" if places[0][1].node.source == "simulated" else ""
-    )  # its indexes mean nothing on a real machine
+    simulated = places[0][1].node.source == "simulated"  # its indexes mean nothing on a real machine
+    label = "  # SIMULATED" if simulated else ""
     if by_uuid:
         return f"export CUDA_VISIBLE_DEVICES={shlex.quote(uuids_line(scene, uuids))}{label}"
     indexes = ",".join(str(place.gpu.index) for _, place in places)
@@ -65,51 +67,39 @@ def open_copy(board: BoardApp, uuids: Sequence[str]) -> None:
         board.notify("no GPU selected", markup=False)
         return
     places = _places(scene, uuids)
-    makers: dict[str, Callable[[], str]] = {
-        "uuids": lambda: uuids_line(scene, uuids),
-        "export": lambda: export_line(scene, uuids, by_uuid=False),
-        "export-uuid": lambda: export_line(scene, uuids, by_uuid=True),
-    }
-    options = [
-        ("uuids", "UUIDs"),
-        ("export", "export CUDA_VISIBLE_DEVICES=… by index"),
-        ("export-uuid", "export CUDA_VISIBLE_DEVICES=… by UUID"),
+    options: list[_Text] = [
+        ("uuids", "UUIDs", partial(uuids_line, scene, uuids)),
+        ("export", "export CUDA_VISIBLE_DEVICES=… by index", partial(export_line, scene, uuids, by_uuid=False)),
+        ("export-uuid", "export CUDA_VISIBLE_DEVICES=… by UUID", partial(export_line, scene, uuids, by_uuid=True)),
     ]
-    for node in dict.fromkeys(place.node.name for _, place in places):
-        if node in board.core.nodes and len(options) < 8:
-            known = board.core.nodes[node]
-            makers[f"ssh {node}"] = lambda known=known: ssh_line(known)  # type: ignore[misc]
-            options.append((f"ssh {node}", f"ssh command for {node}"))
+    names = [name for name in dict.fromkeys(place.node.name for _, place in places) if name in board.core.nodes]
+    options += [(f"ssh {n}", f"ssh command for {n}", partial(ssh_line, board.core.nodes[n])) for n in names[:_NODES]]
     held = {lease.id: lease for uuid, _ in places for lease in scene.leases_on(uuid) if lease.mine}
-    options += lease_options(list(held.values()), makers)
+    options += [line for lease in held.values() for line in _shell_lines(lease)]
     title = f"Copy for {picks_of(uuids, scene)[0]}"
-    _offer(board, title if len(title) < 70 else f"Copy for {len(places)} GPUs", options, makers)
+    _offer(board, title if len(title) < 70 else f"Copy for {len(places)} GPUs", options)
 
 
 def copy_lease(board: BoardApp, lease: Lease) -> None:
-    makers: dict[str, Callable[[], str]] = {
-        "id": lambda: lease.id,
-        "gpus": lambda: places_words(lease.gpus),
-        "uuids": lambda: ",".join(gpu.uuid for gpu in lease.gpus),
-    }
-    options = lease_options([lease], makers) if lease.mine else []
-    options += [("id", f"its id: {lease.id}"), ("gpus", f"its GPUs: {places_words(lease.gpus)}"), ("uuids", "UUIDs")]
-    _offer(board, f"Copy for lease {lease.id}", options, makers)
+    """Offer texts about a lease to copy."""
+    gpus = places_words(lease.gpus)
+    options = _shell_lines(lease) if lease.mine else []
+    options += [
+        ("id", f"its id: {lease.id}", lambda: lease.id),
+        ("gpus", f"its GPUs: {gpus}", lambda: gpus),
+        ("uuids", "UUIDs", lambda: ",".join(gpu.uuid for gpu in lease.gpus)),
+    ]
+    _offer(board, f"Copy for lease {lease.id}", options)
 
 
-def lease_options(leases: Sequence[Lease], makers: dict[str, Callable[[], str]]) -> list[tuple[str, str]]:
-    """Return the shell lines of a lease as options, one per node; adds them to ``makers``."""
-    options = []
-    for lease in leases:
-        for line in lines(lease.id, [gpu.node for gpu in lease.gpus]):
-            makers[line] = lambda line=line: line  # type: ignore[misc]
-            options.append((line, line))
-    return options
+def _shell_lines(lease: Lease) -> list[_Text]:
+    """Return the lines that set a lease's variables in a shell, one per node."""
+    return [(line, line, partial(str, line)) for line in lines(lease.id, [gpu.node for gpu in lease.gpus])]
 
 
-def _offer(
-    board: BoardApp, title: str, options: Sequence[tuple[str, str]], makers: dict[str, Callable[[], str]]
-) -> None:
+def _offer(board: BoardApp, title: str, options: Sequence[_Text]) -> None:
+    makers = {key: make for key, _, make in options}
+
     def chosen(key: str | None) -> None:
         if key is None:
             return
@@ -118,7 +108,7 @@ def _offer(
         except GpuboardError as error:
             board.notify(str(error), severity="warning", markup=False)
 
-    board.push_screen(Choose(title, options), chosen)
+    board.push_screen(Choose(title, [(key, words) for key, words, _ in options]), chosen)
 
 
 def _places(scene: Scene, uuids: Sequence[str]) -> list[tuple[str, Place]]:

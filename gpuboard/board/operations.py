@@ -40,16 +40,12 @@ class Attempt:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._allocator: Allocator | None = None
-        self._cancelled = False
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
+        self.cancelled = False
 
     def cancel(self) -> None:
         """Cancel it; GPUs already reserved are released. Does not wait."""
         with self._lock:
-            self._cancelled = True
+            self.cancelled = True
             if self._allocator is not None:
                 self._allocator.abandon()
 
@@ -57,7 +53,7 @@ class Attempt:
         """Set the allocator that :meth:`cancel` abandons."""
         with self._lock:
             self._allocator = allocator
-            if self._cancelled:
+            if self.cancelled:
                 allocator.abandon()
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from gpuboard.launch.runs.index import RunEntry
 
 _POLL_S = 0.2
-_GRACE = "30s"
 _RESTARTS_MOST = 10**6
 _least = number(1, 10**6, needed=False)
 
@@ -81,29 +80,28 @@ class LaunchDialog(Dialog[str]):
         self._scene = scene
         self._uuids = {gpus: tuple(uuids)} if not is_whole(gpus) else {}
         starter = board.core.starter
-        last = starter.last
-        cpu = last.device == "cpu" if last else starter.simulated
+        last = starter.last or LaunchForm("", starter.here, device="cpu" if starter.simulated else "cuda")
         settings = board.core.settings
         most = parse_duration(settings.max_lease)
         hint = "simulated GPUs cannot compute" if starter.simulated else "gloo; GPUs stay unused"
         super().__init__(
             "Launch: one rank per GPU",
             [
-                Field("command", "Command", last.command if last else "", "", "train.py --lr 3e-4", self._command,
+                Field("command", "Command", last.command, "", "train.py --lr 3e-4", self._command,
                       text=True),
                 Field("gpus", "GPUs", gpus, "a number, gpu01:0,3 or a lease", "2", self._which),
                 Field("model", "Model", "", "with a number; empty: any", "H100"),
-                Field("folder", "Folder", last.folder if last else starter.here, "on every node", "/home/me/project",
+                Field("folder", "Folder", last.folder, "on every node", "/home/me/project",
                       self._folder),
-                Field("python", "Python", last.python if last else "", "empty: VIRTUAL_ENV, CONDA, PATH",
+                Field("python", "Python", last.python, "empty: VIRTUAL_ENV, CONDA, PATH",
                       "/opt/env/bin/python"),
-                Field("variables", "Variables", last.variables if last else "", "for the ranks", "NCCL_DEBUG=INFO",
+                Field("variables", "Variables", last.variables, "for the ranks", "NCCL_DEBUG=INFO",
                       check_variables),
-                Field("cpu", "On the CPU", YES if cpu else "", hint, toggle=True),
-                Field("grace", "Grace", last.grace if last else _GRACE, "from SIGTERM to SIGKILL", "30s", _grace),
-                Field("restarts", "Restarts", last.restarts if last else "0", "after a failure, at most", "3",
+                Field("cpu", "On the CPU", YES if last.device == "cpu" else "", hint, toggle=True),
+                Field("grace", "Grace", last.grace, "from SIGTERM to SIGKILL", "30s", _grace),
+                Field("restarts", "Restarts", last.restarts, "after a failure, at most", "3",
                       number(0, _RESTARTS_MOST)),
-                Field("least", "At least", last.least if last else "", "GPUs after a restart; empty: all", "6",
+                Field("least", "At least", last.least, "GPUs after a restart; empty: all", "6",
                       self._least),
                 Field("for", "For", settings.max_lease, "maximum duration of the lease", "8h", duration(most)),
                 Field("keep", "Keep running", YES, "when the board is closed", toggle=True),

@@ -84,7 +84,7 @@ class History:
     def __init__(self) -> None:
         self.activity = ActivityHistory(SPAN_S)
         self._lock = threading.Lock()
-        self._past = Past(((),) * len(SPANS), {})  # replaced as a whole: readers need no lock
+        self.past = Past(((),) * len(SPANS), {})  # all records; replaced as a whole: readers need no lock
         self._totals: dict[int, tuple[HistoryRecord, _Total]] = {}  # by the id of a record, which is kept with it
         self._own: frozenset[str] = frozenset()  # columns seen here: loaded records may have others
         self._loaded: frozenset[str] = frozenset()
@@ -108,7 +108,7 @@ class History:
     def load(self, kept: Past, now: float) -> None:
         """Add a past from a file; where both know a bucket of a GPU, the higher values count."""
         with self._lock:
-            past = join(self._past, kept)
+            past = join(self.past, kept)
             samples, hour, day = past.records
             days = {record.at: record for record in day}
             for begin in {_begin(record.at, DAY) for record in hour} - days.keys():
@@ -117,15 +117,10 @@ class History:
             found = [samples]
             for span, records in ((HOUR, hour), (DAY, [days[at] for at in sorted(days)])):
                 found.append(tuple(record for record in records if _oldest(span, now) < record.at <= now))
-            self._past = Past(tuple(found), past.columns)
+            self.past = Past(tuple(found), past.columns)
             self._changes += 1
             self._loaded |= kept.columns.keys()
             self._totals = {}
-
-    @property
-    def past(self) -> Past:
-        """All records, as they are now."""
-        return self._past
 
     def of(self, uuid: str, span: Span = FIVE_MINUTES) -> Samples:
         """Return the samples of a GPU over ``span``, the unfinished bucket included; empty when there are none."""
@@ -140,7 +135,7 @@ class History:
     def _of(
         self, key: str, span: Span, *, host: bool = False
     ) -> tuple[tuple[float, ...], list[tuple[float | None, ...]]]:
-        spans, columns = self._past
+        spans, columns = self.past
         number = columns.get(key)
         if number is None:
             return (), [() for _ in _SHOWN]
@@ -156,7 +151,7 @@ class History:
         Bins are SPAN_S / ``bins`` long and begin at multiples of that, so that a drawn line only shifts. A sample holds
         until the next one, over at most 2.5 periods: samples come unevenly.
         """
-        records, columns = self._past.records[0], self._past.columns
+        records, columns = self.past.records[0], self.past.columns
         numbers = [columns[uuid] for uuid in uuids if uuid in columns]
         first, size = min(numbers, default=0), len(numbers)
         planes = [record.planes[UTILIZATION] for record in records]
@@ -170,7 +165,7 @@ class History:
     def peaks(self, uuid: str, plane: int, bins: int) -> list[float | None]:
         """Return the highest value of a GPU in bins as those of ``means``, up to the newest that has ended."""
         changes = self._changes
-        records, columns = self._past.records[0], self._past.columns
+        records, columns = self.past.records[0], self.past.columns
         number = columns.get(uuid)
         if number is None or not records:
             return [None] * bins
@@ -197,7 +192,7 @@ class History:
 
     def cluster(self, span: Span = FIVE_MINUTES) -> Cluster:
         """Return the samples of all GPUs of this board over ``span``, the unfinished bucket included."""
-        records, columns = self._past
+        records, columns = self.past
         own, totals = self._own, self._totals
         numbers = [number for key, number in columns.items() if key in own and not is_host(key)]
 
@@ -220,20 +215,20 @@ class History:
         )
 
     def _add(self, snapshot: Snapshot, now: float) -> bool:
-        samples = self._past.records[0]
+        samples = self.past.records[0]
         if samples and now < samples[-1].at:
             self._set_back(now)
         if now < self._due or not any(node.gpus for node in snapshot.nodes):
             return False
         self._close(now)
         own = keys(snapshot.nodes)
-        if len(self._past.columns) > _SPARE + 2 * len(own) + len(self._loaded):
-            self._past = only(self._past, own | self._loaded)
+        if len(self.past.columns) > _SPARE + 2 * len(own) + len(self._loaded):
+            self.past = only(self.past, own | self._loaded)
             self._changes += 1
-        records, columns = self._past.records, dict(self._past.columns)
+        records, columns = self.past.records, dict(self.past.columns)
         new = sample(snapshot.nodes, columns, now)
         newest = tuple(one for one in records[0] if one.at > now - FIVE_MINUTES.seconds)
-        self._past = Past(((*newest, new), *records[1:]), columns)
+        self.past = Past(((*newest, new), *records[1:]), columns)
         if not own <= self._own:
             self._own |= own
             self._totals = {}
@@ -246,7 +241,7 @@ class History:
 
     def _close(self, now: float) -> None:
         """Make the records of the buckets that have ended since the newest sample."""
-        records, columns = self._past
+        records, columns = self.past
         if not records[0]:
             return
         kept = list(records)
@@ -257,15 +252,15 @@ class History:
             parts = [record for record in kept[index - 1] if _begin(record.at, span) == begin]
             before = [record for record in kept[index] if _oldest(span, now) < record.at < begin]
             kept[index] = (*before, merged(parts, begin))
-        self._past = Past(tuple(kept), columns)
+        self.past = Past(tuple(kept), columns)
 
     def _set_back(self, now: float) -> None:
-        records, columns = self._past
+        records, columns = self.past
         ended = (
             tuple(record for record in each if record.at + span.bucket_s <= now)
             for each, span in zip(records, SPANS, strict=True)
         )
-        self._past = Past(tuple(ended), columns)
+        self.past = Past(tuple(ended), columns)
         self._changes += 1
         self._due = now
 

@@ -38,7 +38,7 @@ class GpuTable(Grid):
         self._history = history
         self._scene: Scene | None = None
         self._items: Sequence[Item] = ()
-        self._chosen: tuple[ColumnChoice, ...] = ()
+        self.chosen: tuple[ColumnChoice, ...] = ()  # by the user; none: the usual columns
         self._named = True  # whether there is a column with the users
 
     def plain(self, key: str, cell: Cell) -> str:
@@ -47,13 +47,8 @@ class GpuTable(Grid):
             cell = cell._replace(text=cell.text[-1:])
         return super().plain(key, cell)
 
-    @property
-    def chosen(self) -> tuple[ColumnChoice, ...]:
-        """The columns that the user has chosen; none: the usual ones."""
-        return self._chosen
-
     def choose(self, chosen: Sequence[ColumnChoice]) -> None:
-        self._chosen = tuple(chosen)
+        self.chosen = tuple(chosen)
         if self._scene is not None:
             self.show(self._scene, self._items)
 
@@ -67,7 +62,7 @@ class GpuTable(Grid):
         self.set_rows(LazyRows(with_devices(items), row_key, self._row))
 
     def _laid_out(self, scene: Scene) -> tuple[Column, ...]:
-        return layout(scene, self.scrollable_content_region.width - self._indent, self._chosen)
+        return layout(scene, self.scrollable_content_region.width - self._indent, self.chosen)
 
     def _share(self) -> None:
         """Choose the columns for a new width, too: it may be known only when the first line is drawn."""
