@@ -23,9 +23,8 @@ import gpuboard.board
 
 _MODIFIERS = ("ctrl", "alt", "shift", "super")
 _OURS = "gpuboard.board."
-_TEXTUALS = frozenset(
-    {"ctrl+q", "ctrl+c", "super+c", "tab", "shift+tab"}
-)  # textual's own: quit, copy, go through fields
+# textual's own: quit, copy, go through fields
+_TEXTUALS = frozenset({"ctrl+q", "ctrl+c", "super+c", "tab", "shift+tab"})
 _NAMED = frozenset(str(key.value) for key in Keys if "+" not in key.value and "<" not in key.value)
 
 

@@ -11,9 +11,8 @@ from typing import NamedTuple
 from gpuboard.board.text.format import short_model
 from gpuboard.model.snapshot import NodeView
 
-_MODEL_AND_STATE = attrgetter(
-    "name", "state"
-)  # for Counter, which counts in C: 8,000 GPUs per second, most of them equal
+# for Counter, which counts in C: 8,000 GPUs per second, most of them equal
+_MODEL_AND_STATE = attrgetter("name", "state")
 
 
 class Count(NamedTuple):

@@ -71,9 +71,8 @@ def _pcie(gpu: GpuView) -> Evidence:
     note = " (it rises under load)" if slow and not below else ""
     if narrow := next((words for words in gpu.sick if words.startswith("PCIe")), ""):
         return Evidence("PCIe", f"{now} now; {most}; {narrow.partition(': ')[2]}", "warn")
-    return Evidence(
-        "PCIe", f"{now} now; {most}{note}", "dim" if below else "good"
-    )  # many slots and boards have no more
+    role = "dim" if below else "good"  # many slots and boards have no more
+    return Evidence("PCIe", f"{now} now; {most}{note}", role)
 
 
 def _xids(gpu: GpuView) -> Evidence:
