@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 
 from gpuboard.board.dialogs.saved_filters import saved
 from gpuboard.board.screens.base import BoardScreen, FilteredScreen
+from gpuboard.board.widgets.on_board import OnBoard
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
@@ -36,12 +37,8 @@ class _Command(NamedTuple):
     shown: bool = True  # also before anything is typed
 
 
-class Themes(Provider):
+class Themes(OnBoard, Provider):
     """Every theme, with a preview of the highlighted one; escape ends the preview."""
-
-    @property
-    def board(self) -> BoardApp:
-        return cast("BoardApp", self.app)
 
     def commands(self) -> Iterator[_Command]:
         used = self.board.theme_in_use

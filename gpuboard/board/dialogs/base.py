@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import msgspec
 from rich.text import Text
@@ -24,10 +24,10 @@ from textual.widgets.option_list import Option
 from gpuboard.board.dialogs.request_form import lasting
 from gpuboard.board.scene import Scene
 from gpuboard.board.theme.styles import ASCII
+from gpuboard.board.widgets.on_board import OnBoard
 from gpuboard.model.units import is_whole, parse_duration, parse_size
 
 if TYPE_CHECKING:
-    from gpuboard.board.app import BoardApp
     from gpuboard.errors import GpuboardError
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class Tick(Static, can_focus=True):
         self.action_tick()
 
 
-class Box(ModalScreen[T]):
+class Box(OnBoard, ModalScreen[T]):
     """A box in the middle of the screen below it."""
 
     DEFAULT_CSS = """
@@ -161,10 +161,6 @@ class Box(ModalScreen[T]):
     def __init__(self, title: str) -> None:
         super().__init__()
         self._heading = title
-
-    @property
-    def board(self) -> BoardApp:
-        return cast("BoardApp", self.app)
 
     def compose(self) -> ComposeResult:
         self.set_class(self.board.look.glyphs is ASCII, "-ascii")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from rich.text import Text
 from textual import on
@@ -18,9 +18,7 @@ from gpuboard.board.filter.language import Key, Language, Query
 from gpuboard.board.scene import Scene
 from gpuboard.board.widgets.filter_field import FilterField, FilterInput
 from gpuboard.board.widgets.grid import Grid
-
-if TYPE_CHECKING:
-    from gpuboard.board.app import BoardApp
+from gpuboard.board.widgets.on_board import OnBoard
 
 
 class Notice(Static):
@@ -31,7 +29,7 @@ class Notice(Static):
     """
 
 
-class BoardScreen(Screen[None]):
+class BoardScreen(OnBoard, Screen[None]):
     """A full screen that shows scenes. Every binding has an id, for remapping, help and palette."""
 
     TITLE_WORDS = ""  # its title in the help screen
@@ -41,10 +39,6 @@ class BoardScreen(Screen[None]):
     def __init__(self) -> None:
         super().__init__()
         self._notice: Notice | None = None  # once it is mounted
-
-    @property
-    def board(self) -> BoardApp:
-        return cast("BoardApp", self.app)
 
     def on_mount(self) -> None:
         if self.NOTICE and self.is_attached:  # false where it was closed before it was drawn

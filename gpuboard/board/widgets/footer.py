@@ -5,7 +5,7 @@ textual's own footer has a widget per key, which takes a fifth of the start-up t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
@@ -16,9 +16,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from gpuboard.board.text.cells import width
-
-if TYPE_CHECKING:
-    from gpuboard.board.app import BoardApp
+from gpuboard.board.widgets.on_board import OnBoard
 
 _HELP = "app.help"
 _REPLAY = "replay."  # the app's keys come after the screen's, where on most terminals there is no room
@@ -36,7 +34,7 @@ class FooterEntry(NamedTuple):
     enabled: bool
 
 
-class Footer(Widget):
+class Footer(OnBoard, Widget):
     """The keys of the active screen's bindings; a click presses one."""
 
     ALLOW_SELECT = False
@@ -69,7 +67,7 @@ class Footer(Widget):
         """Place the keys that fit, the way back first, and help at the right edge."""
         shown: dict[str, tuple[str, str, str, bool]] = {}  # by action; only the first of several keys is shown
         help_entry: tuple[str, str, str, bool] | None = None
-        refused = cast("BoardApp", self.app).REFUSED
+        refused = self.board.REFUSED
         bindings = [(binding, enabled) for _, binding, enabled, _ in self.screen.active_bindings.values()]
         for binding, enabled in sorted(bindings, key=lambda one: _rank(one[0])):
             entry = (self.app.get_key_display(binding), binding.description, binding.key, enabled)

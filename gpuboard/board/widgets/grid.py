@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 from rich.style import Style
 from textual import events
@@ -33,10 +33,10 @@ from gpuboard.board.text.rows import (
     share,
     strip,
 )
+from gpuboard.board.widgets.on_board import OnBoard
 from gpuboard.board.widgets.selection import Dragging, row_at
 
 if TYPE_CHECKING:
-    from gpuboard.board.app import BoardApp
     from gpuboard.board.theme.styles import Look
 
 __all__ = ["HEADER", "RIGHT", "Cell", "Column", "Grid", "LazyRows", "Row"]
@@ -55,7 +55,7 @@ class _Drawn(NamedTuple):
     strips: dict[int, Strip]  # by number of a part
 
 
-class Grid(Dragging, can_focus=True):
+class Grid(OnBoard, Dragging, can_focus=True):
     """A table whose cursor, marks and scroll position are stable while its rows change."""
 
     ROW_CURSOR = True  # draw the cursor over the whole row
@@ -264,7 +264,7 @@ class Grid(Dragging, can_focus=True):
 
     @property
     def _look(self) -> Look:
-        return cast("BoardApp", self.app).look
+        return self.board.look
 
     @property
     def _space_below(self) -> int:

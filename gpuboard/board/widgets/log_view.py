@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rich.segment import Segment
 from rich.style import Style
@@ -18,10 +18,10 @@ from gpuboard.board.background import Background
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.detail.log_line import bytes_words, spans
 from gpuboard.board.widgets.log_file import LogFile, LogGone, LogPosition, Match, Page, Window, find_in
+from gpuboard.board.widgets.on_board import OnBoard
 from gpuboard.errors import GpuboardError
 
 if TYPE_CHECKING:
-    from gpuboard.board.app import BoardApp
     from gpuboard.launch.runs.access import RunAccess
 
 Read = Callable[[LogFile, LogPosition, Window], Page]
@@ -29,7 +29,7 @@ Shown = tuple[Window, tuple[int, int, int]]  # the window, and the file's stamp 
 _WHEEL_ROWS = 3
 
 
-class LogView(Widget):
+class LogView(OnBoard, Widget):
     """One stream of one rank: a title line with the position, and the visible part."""
 
     DEFAULT_CSS = """
@@ -68,10 +68,6 @@ class LogView(Widget):
         self._shown: Shown | None = None  # of the page
         self._search = 0  # number of the newest search; older ones stop
         self.searching = False
-
-    @property
-    def board(self) -> BoardApp:
-        return cast("BoardApp", self.app)
 
     @property
     def window(self) -> Window:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
 
 from textual.containers import Vertical
 
@@ -11,9 +10,6 @@ from gpuboard.board.overview.facts import Gatherer
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.overview import BOXES, LEAST, overview
 from gpuboard.board.widgets.pane import Pane
-
-if TYPE_CHECKING:
-    from gpuboard.board.app import BoardApp
 
 
 class RowsAndOverview(Vertical):
@@ -55,6 +51,6 @@ class OverviewPanel(Pane):
         """Show the newest facts; nothing is counted while hidden."""
         if self.display:
             lines, names = self.lines, self._names
-            board = cast("BoardApp", self.app)
-            facts, glyphs = self.gatherer.facts(scene, board.preferences.graphs, lines), board.look.glyphs
+            facts = self.gatherer.facts(scene, self.board.preferences.graphs, lines)
+            glyphs = self.board.look.glyphs
             self.show(lambda width: overview(facts, width, lines, glyphs, names))

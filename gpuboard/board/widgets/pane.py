@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rich.style import Style
 from textual import events
@@ -15,16 +15,16 @@ from textual.widget import Widget
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.rows import Cell, runs_of, strip
 from gpuboard.board.widgets.header import header, picked
+from gpuboard.board.widgets.on_board import OnBoard
 
 if TYPE_CHECKING:
-    from gpuboard.board.app import BoardApp
     from gpuboard.board.scene import Scene
 
 Runs = Sequence[tuple[str, str | Style]]  # (text, role of Look or style)
 Make = Callable[[int], Sequence[Runs]]  # width in cells → lines
 
 
-class Pane(Widget):
+class Pane(OnBoard, Widget):
     """Shows what ``make`` returns for its width."""
 
     DEFAULT_CSS = "Pane { height: auto; }"
@@ -53,7 +53,7 @@ class Pane(Widget):
     def render_line(self, y: int) -> Strip:
         self._take(self.content_size.width)
         base = self.visual_style.rich_style
-        look = cast("BoardApp", self.app).look
+        look = self.board.look
         runs = runs_of(Cell(tuple(self._lines[y])), base, look) if y < len(self._lines) else []
         return strip(fit_runs(runs, self._width, base, ellipsis=look.glyphs.ellipsis), base, self._width)
 

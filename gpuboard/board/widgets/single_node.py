@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -14,10 +13,8 @@ from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text import single_node as text
 from gpuboard.board.text.gpu_row import Shown, row_key, with_devices
 from gpuboard.board.widgets.grid import HEADER, Grid, LazyRows, Row
+from gpuboard.board.widgets.on_board import OnBoard
 from gpuboard.board.widgets.pane import Pane
-
-if TYPE_CHECKING:
-    from gpuboard.board.app import BoardApp
 
 _EMPTY_LINES = 3  # for the text in place of rows
 
@@ -47,7 +44,7 @@ class ProcessGrid(Grid, can_focus=False):
     FOLLOWS = False
 
 
-class SingleNode(Vertical):
+class SingleNode(OnBoard, Vertical):
     """Shares its height among the GPUs, as tall as they fit, and the processes."""
 
     DEFAULT_CSS = """
@@ -76,7 +73,7 @@ class SingleNode(Vertical):
     def show(self, scene: Scene, items: Sequence[Item]) -> None:
         self._shown = (scene, items)
         node = scene.snapshot.nodes[0]
-        glyphs = cast("BoardApp", self.app).look.glyphs
+        glyphs = self.board.look.glyphs
         host = text.host_lines(node, glyphs, self.size.width)
         self.query_one("#host", Pane).show(lambda width: text.host_lines(node, glyphs, width))
         rows = len(with_devices(items))
