@@ -26,14 +26,16 @@ _LAST = b"\x1b[0m\x1b[0m-last-"  # nothing that is tested here writes this
 class Terminal:
     """A program on a pseudo-terminal, as the leader of a session of its own, as under sshd or a terminal emulator."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], size: tuple[int, int] = (100, 30)) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], size: tuple[int, int] = (100, 30), cwd: Path = ROOT
+    ) -> None:
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         self.before: list[Any] = termios.tcgetattr(slave)
         self.written = b""
         self._reading = True
         self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=ROOT, start_new_session=True,
+            command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=cwd, start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509  # no other way to get a terminal
         )  # fmt: skip
         self.slave = slave
@@ -47,7 +49,6 @@ class Terminal:
                     self.written += os.read(self.master, 65536)
 
     def press(self, keys: bytes) -> None:
-        """Type."""
         os.write(self.master, keys)
 
     def shows(self, words: str, timeout_s: float = 60.0, since: int = 0) -> None:
@@ -61,7 +62,6 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that was written, without escapes."""
         return plain(self.written)
 
     @property
@@ -94,7 +94,6 @@ class Terminal:
         return took
 
     def children(self) -> list[int]:
-        """Return the program's children."""
         tasks = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(pid) for pid in tasks.read_text().split()]
 
@@ -106,7 +105,6 @@ class Terminal:
         self.master = self.slave = -1
 
     def close(self) -> None:
-        """End everything."""
         self._reading = False
         self._reader.join()
         if self.process.poll() is None:
@@ -118,7 +116,6 @@ class Terminal:
 
 
 def plain(written: bytes) -> str:
-    """Return output without escape sequences."""
     return re.sub(
         r"\x1b(\[[0-9;?<>=$]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[=>()][0-9A-B]?)",
         "",

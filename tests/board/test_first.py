@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import sys
@@ -70,20 +71,15 @@ sys.exit(main())
 @pytest.fixture
 def held(here: Here) -> Iterator[Held]:
     """The first frame, and nothing after it until it is released."""
-    terminal = Held(here)
-    try:
+    with contextlib.closing(Held(here)) as terminal:
         yield terminal
-    finally:
-        terminal.close()
 
 
 def one_node(folder: Path) -> Core:
-    """Return a core over one node of four GPUs."""
     return make_core(folder, demo_nodes(claims_dir=str(claims_folder(folder)))[:1])
 
 
 def lines_of(frame: str) -> list[str]:
-    """Return the text of a frame's lines."""
     return [plain(line.encode()).rstrip() for line in re.split(r"\x1b\[\d+;1H", frame)[1:]]
 
 
@@ -197,9 +193,6 @@ def test_a_failing_import_is_reported_on_a_restored_terminal(held: Held) -> None
 
 def test_without_colour_and_in_ascii(here: Here) -> None:
     here.gpus([Gpu(name="NVIDIA H100é 80GB HBM3", used=GIB)])
-    terminal = Held(here, NO_COLOR="1", LANG="C")
-    try:
+    with contextlib.closing(Held(here, NO_COLOR="1", LANG="C")) as terminal:
         assert terminal.written.isascii()
         assert re.findall(rb"\x1b\[[0-9;]*[34]8;", terminal.written) == []
-    finally:
-        terminal.close()

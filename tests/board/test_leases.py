@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
 from gpuboard.board.app import BoardApp, SceneChanged
-from gpuboard.board.core import Core
 from gpuboard.board.dialogs.base import Choose, Confirm
 from gpuboard.board.dialogs.reserve import ReserveDialog
 from gpuboard.board.scene import Scene
@@ -29,30 +28,24 @@ from gpuboard.model.units import iso
 from tests.board import lab, made, other
 from tests.board.test_runs import keep, view
 
-Test = Callable[[BoardApp, Pilot[int], Core], Awaitable[None]]
 
-
-def with_leases(folder: Path, wanted: Sequence[tuple[int, float, str]], test: Test, size: tuple[int, int]) -> None:
-    """Run ``test`` on the leases screen with leases of this user: GPUs, seconds, purpose. Releases them at the end."""
-
-    async def main() -> None:
-        core = lab.make_core(folder)
-        async with lab.board(core, size) as (app, pilot):
-            for n, for_s, purpose in wanted:
-                core.operations.published(core.operations.reserve(Request(n=n, model="H100"), for_s, purpose))
-            await pilot.press("l")
-            await lab.settle(
-                pilot,
-                lambda: app.scene is not None and len(app.scene.by_lease) == len(wanted) and grid(app) is not None,
-            )
-            try:
-                await test(app, pilot, core)
-            finally:
-                for lease in core.scene().by_lease:
-                    with contextlib.suppress(NoSuchLease):  # the test has just released it
-                        core.operations.release(lease)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def with_leases(
+    folder: Path, wanted: Sequence[tuple[int, float, str]], size: tuple[int, int]
+) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+    """Open the leases screen with leases of this user: GPUs, seconds, purpose. Releases them at the end."""
+    core = lab.make_core(folder)
+    async with lab.board(core, size) as (app, pilot):
+        for n, for_s, purpose in wanted:
+            core.operations.published(core.operations.reserve(Request(n=n, model="H100"), for_s, purpose))
+        await pilot.press("l")
+        await lab.settle(pilot, lambda: app.scene and len(app.scene.by_lease) == len(wanted) and grid(app) is not None)
+        try:
+            yield app, pilot
+        finally:
+            for lease in core.scene().by_lease:
+                with contextlib.suppress(NoSuchLease):  # the test has just released it
+                    core.operations.release(lease)
 
 
 def grid(app: BoardApp) -> str | None:
@@ -65,8 +58,8 @@ def row(app: BoardApp, word: str) -> str:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
-def test_shows_every_lease(tmp_path: Path, size: tuple[int, int]) -> None:
-    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+async def test_shows_every_lease(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with with_leases(tmp_path, [(1, 3600, "[b]grid[/b]"), (2, 8 * 3600, "")], size) as (app, _):
         assert app.scene is not None
         first, second = sorted(app.scene.leases.leases, key=lambda lease: lease.until)
         text = lab.screen(app)
@@ -77,12 +70,10 @@ def test_shows_every_lease(tmp_path: Path, size: tuple[int, int]) -> None:
         assert "[b]grid[/b]" in text
         assert ("━" in row(app, first.id)) == (size[0] >= 150)
 
-    with_leases(tmp_path, [(1, 3600, "[b]grid[/b]"), (2, 8 * 3600, "")], test, size)
-
 
 @pytest.mark.parametrize("width", [40, 60, 80, 149, 150, 240])
-def test_the_time_line_comes_and_goes_by_its_key_at_every_width(tmp_path: Path, width: int) -> None:
-    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+async def test_the_time_line_comes_and_goes_by_its_key_at_every_width(tmp_path: Path, width: int) -> None:
+    async with with_leases(tmp_path, [(1, 3600, "")], (width, 24)) as (app, pilot):
         assert app.scene is not None
         [lease] = app.scene.leases.leases
         shown = width >= 150
@@ -94,11 +85,9 @@ def test_the_time_line_comes_and_goes_by_its_key_at_every_width(tmp_path: Path, 
             await pilot.pause()
             shown = not shown
 
-    with_leases(tmp_path, [(1, 3600, "")], test, (width, 24))
 
-
-def test_the_time_line_in_place_of_the_list(tmp_path: Path) -> None:
-    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+async def test_the_time_line_in_place_of_the_list(tmp_path: Path) -> None:
+    async with with_leases(tmp_path, [(1, 3600, ""), (2, 8 * 3600, "")], (80, 24)) as (app, pilot):
         assert app.scene is not None
         first, second = sorted(app.scene.leases.leases, key=lambda lease: lease.until)
         await pilot.press("t")
@@ -110,11 +99,9 @@ def test_the_time_line_in_place_of_the_list(tmp_path: Path) -> None:
         await pilot.pause()
         assert "━" not in row(app, first.id)
 
-    with_leases(tmp_path, [(1, 3600, ""), (2, 8 * 3600, "")], test, (80, 24))
 
-
-def test_releases_when_that_is_meant(tmp_path: Path) -> None:
-    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+async def test_releases_when_that_is_meant(tmp_path: Path) -> None:
+    async with with_leases(tmp_path, [(2, 3600, "")], (80, 24)) as (app, pilot):
         lease = (grid(app) or "").split()[0]
         for keys in (("d", "enter"), ("d", "escape"), ("d", "n")):
             await pilot.press(*keys)
@@ -128,13 +115,11 @@ def test_releases_when_that_is_meant(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: "No GPU is reserved." in lab.screen(app))
         await lab.settle(pilot, lambda: any(note.startswith(f"Released: {lease}: sim01:") for note in lab.toasts(app)))
 
-    with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
 
-
-def test_a_lease_that_a_run_uses_is_released_after_a_second_question(tmp_path: Path) -> None:
-    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+async def test_a_lease_that_a_run_uses_is_released_after_a_second_question(tmp_path: Path) -> None:
+    async with with_leases(tmp_path, [(2, 3600, "")], (80, 24)) as (app, pilot):
         lease = (grid(app) or "").split()[0]
-        keep(core.env, view("rabc2345", lease=lease))
+        keep(app.core.env, view("rabc2345", lease=lease))
         for answer in ("enter", "y"):
             assert len(lab.claims(tmp_path)) == 2
             await pilot.press("d")
@@ -146,11 +131,9 @@ def test_a_lease_that_a_run_uses_is_released_after_a_second_question(tmp_path: P
             await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
         await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
 
-    with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
 
-
-def test_releases_with_the_mouse(tmp_path: Path) -> None:
-    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+async def test_releases_with_the_mouse(tmp_path: Path) -> None:
+    async with with_leases(tmp_path, [(1, 3600, ""), (1, 7200, "")], (80, 24)) as (app, pilot):
         await pilot.click("#leases", offset=(3, 2))
         chosen = (grid(app) or "").split()[0]
         await pilot.press("d")
@@ -159,11 +142,9 @@ def test_releases_with_the_mouse(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 1)
         assert chosen not in "".join(lab.claims(tmp_path))
 
-    with_leases(tmp_path, [(1, 3600, ""), (1, 7200, "")], test, (80, 24))
 
-
-def test_renews(tmp_path: Path) -> None:
-    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+async def test_renews(tmp_path: Path) -> None:
+    async with with_leases(tmp_path, [(1, 3600, "")], (80, 24)) as (app, pilot):
         await pilot.press("n")
         await lab.settle(pilot, lambda: isinstance(app.screen, RenewDialog) and app.screen.is_mounted)
         entry = app.screen.query_one("#field-for", Input)
@@ -179,11 +160,9 @@ def test_renews(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: app.scene and next(iter(app.scene.by_lease.values())).remaining_s > 10700)
         await lab.settle(pilot, lambda: any(note.startswith("Renewed: ") for note in lab.toasts(app)))
 
-    with_leases(tmp_path, [(1, 3600, "")], test, (80, 24))
 
-
-def test_jumps_to_the_gpus_and_copies_the_line(tmp_path: Path) -> None:
-    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+async def test_jumps_to_the_gpus_and_copies_the_line(tmp_path: Path) -> None:
+    async with with_leases(tmp_path, [(2, 3600, "")], (80, 24)) as (app, pilot):
         assert app.scene is not None
         [lease] = app.scene.leases.leases
         await pilot.press("y")
@@ -197,11 +176,11 @@ def test_jumps_to_the_gpus_and_copies_the_line(tmp_path: Path) -> None:
         assert isinstance(app.screen, ClusterScreen)
         assert app.screen.cursor_uuid == lease.gpus[0].uuid
 
-    with_leases(tmp_path, [(2, 3600, "")], test, (80, 24))
-
 
 async def test_without_leases_it_shows_how_to_get_one(tmp_path: Path) -> None:
-    async def test(app: BoardApp, pilot: Pilot[int], core: Core) -> None:
+    async with lab.board(lab.make_core(tmp_path), (80, 24)) as (app, pilot):
+        await pilot.press("l")
+        await lab.settle(pilot, lambda: "No GPU is reserved." in lab.screen(app))
         for key in ("d", "n", "y"):
             await pilot.press(key)
         await lab.settle(pilot, lambda: len(lab.toasts(app)) == 3)
@@ -210,12 +189,6 @@ async def test_without_leases_it_shows_how_to_get_one(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: isinstance(app.screen, ReserveDialog))
         await pilot.press("escape", "l")
         await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
-
-    core = lab.make_core(tmp_path)
-    async with lab.board(core, (80, 24)) as (app, pilot):
-        await pilot.press("l")
-        await lab.settle(pilot, lambda: "No GPU is reserved." in lab.screen(app))
-        await test(app, pilot, core)
 
 
 def crowd() -> Scene:
@@ -227,14 +200,10 @@ def crowd() -> Scene:
         made.node("gpu01", [idle, rogue]),
         made.unread("gpu02"),
         leases=[
-            msgspec.structs.replace(
-                lease, since=iso(now - 1800), until=iso(now + 5400), remaining_s=5400.0, nodes=["gpu01"]
-            )
+            replace(lease, since=iso(now - 1800), until=iso(now + 5400), remaining_s=5400.0, nodes=["gpu01"])
             for lease in (
-                msgspec.structs.replace(made.lease("aaaaaa", "alice", [("gpu01", 0)]), holder=LeaseHolder(9, None)),
-                msgspec.structs.replace(
-                    made.lease("bbbbbb", "bob", [("gpu01", 1)], 1002), holder=LeaseHolder(4194304, False)
-                ),
+                replace(made.lease("aaaaaa", "alice", [("gpu01", 0)]), holder=LeaseHolder(9, None)),
+                replace(made.lease("bbbbbb", "bob", [("gpu01", 1)], 1002), holder=LeaseHolder(4194304, False)),
             )
         ],
         uids={"gpu01": 1001},

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
-import pty
-import struct
 import subprocess
 import sys
-import termios
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,6 +15,7 @@ from gpuboard.cluster.inventory.file import VARIABLE, write_nodes
 from gpuboard.launch.runs.folder import FINAL
 from gpuboard.launch.runs.index import RunEntry
 from tests.board.launches import Exp, laboratory
+from tests.board.pty_lab import Terminal
 from tests.integration.ranks_driver import carriers
 from tests.waiting import Stopwatch, until
 
@@ -34,53 +29,25 @@ def exp(tmp_path: Path) -> Iterator[Exp]:
 _UP = "\x1b[A"
 
 
-class OnPty:
+class OnPty(Terminal):
     """`gpuboard board` on a terminal of its own, over the simulated nodes."""
 
     def __init__(self, exp: Exp) -> None:
         write_nodes(exp.folder / "nodes", exp.nodes)
         self.exp = exp
+        self._seen = 0
         environ = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": exp.variables.partition("=")[2]}  # what the ranks run in
-        master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        self.master = master
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gpuboard", "board"],
-            cwd=exp.work,
-            env={
-                **exp.env,
-                **environ,
-                VARIABLE: str(exp.folder / "nodes"),
-                "TERM": "xterm-256color",
-                "LANG": "C.UTF-8",
-            },
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-        )
-        os.close(slave)
-        self.seen = b""
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                data = os.read(self.master, 65536)
-            except OSError as error:
-                assert error.errno in {errno.EIO, errno.EBADF}, error
-                return
-            self.seen += data
+        environ |= {VARIABLE: str(exp.folder / "nodes"), "TERM": "xterm-256color", "LANG": "C.UTF-8"}
+        super().__init__([sys.executable, "-m", "gpuboard", "board"], exp.env | environ, (120, 40), exp.work)
 
     def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
+        self.press(text.encode())
 
     def wait(self, words: str) -> None:
-        until(lambda: words.encode() in self.seen, f"{words!r} on the terminal")
-        self.seen = b""
+        self.shows(words, since=self._seen)
+        self._seen = len(self.written)
 
     def launch(self, *, keep: bool) -> RunEntry:
-        """Launch by keys and wait until the ranks run."""
         self.wait("sim02")
         self.type("x")
         self.wait("one rank per GPU")
@@ -93,16 +60,10 @@ class OnPty:
         self.wait("Last line")  # the runs, in place of the dialog
         return self.exp.running()
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-
 
 @pytest.mark.parametrize("end", ["kill -9", "quit"])
 def test_a_run_that_is_kept_goes_on_when_the_board_ends(exp: Exp, end: str) -> None:
-    board = OnPty(exp)
-    try:
+    with closing(OnPty(exp)) as board:
         run = board.launch(keep=True).view
         _end(board, end)
         time.sleep(2.0)  # what would end it has had its time
@@ -114,14 +75,11 @@ def test_a_run_that_is_kept_goes_on_when_the_board_ends(exp: Exp, end: str) -> N
         )
         assert stop.returncode == 0, stop.stderr
         until(lambda: exp.claims() == [], "the reservation to be released")
-    finally:
-        board.close()
 
 
 @pytest.mark.parametrize("end", ["kill -9", "quit"])
 def test_a_run_that_is_not_kept_ends_with_the_board(exp: Exp, end: str) -> None:
-    board = OnPty(exp)
-    try:
+    with closing(OnPty(exp)) as board:
         run = board.launch(keep=False).view
         _end(board, end)
         until(lambda: exp.entries()[0].view.state in FINAL, "the run to end")
@@ -129,8 +87,6 @@ def test_a_run_that_is_not_kept_ends_with_the_board(exp: Exp, end: str) -> None:
         assert (entry.view.state, entry.view.verdicts[0].text) == ("stopped", "the board that launched it is closed")
         until(lambda: not carriers(run.id), "its processes to end")
         until(lambda: exp.claims() == [], "the reservation to be released")
-    finally:
-        board.close()
 
 
 def _end(board: OnPty, how: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,6 @@ def value(app: BoardApp, key: str) -> str:
 
 
 async def fill(pilot: Pilot[int], key: str, text: str) -> None:
-    """Type into a field in place of what is there."""
     entry = pilot.app.screen.query_one(f"#field-{key}", Input)
     entry.focus()
     entry.value = ""
@@ -191,7 +190,6 @@ async def test_no_other_set_is_left_after_a_conflict(tmp_path: Path) -> None:
 
 
 def hung(core: Core, node: str) -> int:
-    """Stop a node's agent and return its pid."""
     hello = core.fleet._feeds[node].facts.hello
     assert hello is not None
     os.kill(hello.pid, signal.SIGSTOP)
@@ -233,14 +231,21 @@ async def test_quitting_releases_a_reservation_in_progress(tmp_path: Path) -> No
         await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
 
 
+@pytest.fixture
+def core(tmp_path: Path) -> Iterator[Core]:
+    """A core that knows all nodes, without a board."""
+    made = lab.make_core(tmp_path)
+    with contextlib.closing(made):
+        settled(made)
+        yield made
+
+
 def settled(core: Core) -> None:
+    core.start(lambda _: None)
     until(lambda: lab.known(core.scene()), "all nodes are known")
 
 
-def test_a_lease_that_was_never_shown_ends_with_the_board(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
-    core.start(lambda _: None)
-    settled(core)
+def test_a_lease_that_was_never_shown_ends_with_the_board(core: Core, tmp_path: Path) -> None:
     kept = core.operations.reserve(Request(n=1), 600, "kept")
     core.operations.published(kept)
     unseen = core.operations.reserve(Request(n=1), 600, "unseen")
@@ -249,57 +254,38 @@ def test_a_lease_that_was_never_shown_ends_with_the_board(tmp_path: Path) -> Non
     until(lambda: len(lab.claims(tmp_path)) <= 1, "one is released")
     assert lab.claims(tmp_path) == [f"{kept.lease.id}: sim02-0"]
     again = lab.make_core(tmp_path, list(core.nodes.values()))
-    again.start(lambda _: None)
-    settled(again)
-    again.operations.release(kept.lease.id)
-    again.close()
+    with contextlib.closing(again):
+        settled(again)
+        again.operations.release(kept.lease.id)
     assert lab.claims(tmp_path) == []
 
 
-def test_a_reservation_cancelled_after_it_was_made_is_released(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
-    core.start(lambda _: None)
-    try:
-        settled(core)
-        attempt = Attempt()
-        allocation = core.operations.reserve(Request(n=1), 600, "", attempt)
-        attempt.cancel()
-        core.operations.published(allocation)
-        core.close()
-        until(lambda: lab.claims(tmp_path) == [], "it is released")
-    finally:
-        core.close()
+def test_a_reservation_cancelled_after_it_was_made_is_released(core: Core, tmp_path: Path) -> None:
+    attempt = Attempt()
+    allocation = core.operations.reserve(Request(n=1), 600, "", attempt)
+    attempt.cancel()
+    core.operations.published(allocation)
+    core.close()
+    until(lambda: lab.claims(tmp_path) == [], "it is released")
 
 
-def test_a_reservation_cancelled_before_it_starts_takes_nothing(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
-    core.start(lambda _: None)
-    try:
-        settled(core)
-        attempt = Attempt()
-        attempt.cancel()
-        with pytest.raises(Interrupted):
-            core.operations.reserve(Request(n=1), 600, "", attempt)
-        core.operations.close()
-        with pytest.raises(Interrupted):
-            core.operations.reserve(Request(n=1), 600, "")
-        assert lab.claims(tmp_path) == []
-    finally:
-        core.close()
+def test_a_reservation_cancelled_before_it_starts_takes_nothing(core: Core, tmp_path: Path) -> None:
+    attempt = Attempt()
+    attempt.cancel()
+    with pytest.raises(Interrupted):
+        core.operations.reserve(Request(n=1), 600, "", attempt)
+    core.operations.close()
+    with pytest.raises(Interrupted):
+        core.operations.reserve(Request(n=1), 600, "")
+    assert lab.claims(tmp_path) == []
 
 
-def test_one_set_of_connections(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
-    core.start(lambda _: None)
-    try:
-        settled(core)
-        links = [feed.link for feed in core.fleet._feeds.values()]
-        found: Allocation = core.operations.reserve(Request(n=5), 600, "")
-        core.operations.published(found)
-        core.operations.renew(found.lease.id, 1200)
-        assert core.scene().by_lease[found.lease.id].remaining_s > 1100
-        core.operations.release(found.lease.id)
-        assert [feed.link for feed in core.fleet._feeds.values()] == links
-        assert all(link is not None and link.over is None for link in links)
-    finally:
-        core.close()
+def test_one_set_of_connections(core: Core) -> None:
+    links = [feed.link for feed in core.fleet._feeds.values()]
+    found: Allocation = core.operations.reserve(Request(n=5), 600, "")
+    core.operations.published(found)
+    core.operations.renew(found.lease.id, 1200)
+    assert core.scene().by_lease[found.lease.id].remaining_s > 1100
+    core.operations.release(found.lease.id)
+    assert [feed.link for feed in core.fleet._feeds.values()] == links
+    assert all(link is not None and link.over is None for link in links)

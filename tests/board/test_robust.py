@@ -24,17 +24,12 @@ LEAVE_S = 1.0  # promised are 0.5 s; the machine that tests run on may be busy
 
 @pytest.fixture
 def opened(here: Here) -> Iterator[Terminal]:
-    """The board of this machine, drawn, with one agent."""
-    terminal = Terminal(here.command("board"), environment(here))
-    try:
+    with contextlib.closing(Terminal(here.command("board"), environment(here))) as terminal:
         terminal.shows("Reserve")
         yield terminal
-    finally:
-        terminal.close()
 
 
 def environment(here: Here, **more: str) -> dict[str, str]:
-    """Return what a terminal emulator sets."""
     env = {key: value for key, value in here.env.items() if key not in {"NO_COLOR", "LC_ALL", "LC_CTYPE"}}
     return env | {"TERM": "xterm-256color", "LANG": "C.UTF-8"} | more
 
@@ -65,16 +60,13 @@ def test_a_node_that_accepts_and_never_answers_holds_nothing_up(here: Here) -> N
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         here.ssh_config(f"Host hung\n  HostName 127.0.0.1\n  Port {port}\n  User nobody\n")
-        terminal = Terminal(here.command("board", "--nodes", "hung"), environment(here))
-        try:
+        with contextlib.closing(Terminal(here.command("board", "--nodes", "hung"), environment(here))) as terminal:
             terminal.shows("hung")
             held, _ = server.accept()
             with held:
                 terminal.press(b"q")
                 assert terminal.ends(LEAVE_S) < LEAVE_S
                 assert (terminal.process.returncode, terminal.restored) == (0, True)
-        finally:
-            terminal.close()
 
 
 def test_a_stopped_keeper_holds_nothing_up(here: Here) -> None:
@@ -126,13 +118,12 @@ def test_a_dropped_terminal_ends_it_and_its_agent(opened: Terminal) -> None:
 
 
 def test_a_dropped_terminal_ends_it_under_nohup_too(here: Here) -> None:
-    terminal = Terminal(["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *here.command("board")], environment(here))
-    try:
+    with contextlib.closing(
+        Terminal(["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *here.command("board")], environment(here))
+    ) as terminal:
         terminal.shows("Reserve")
         terminal.hang_up()
         assert terminal.ends(3.0) < 3.0
-    finally:
-        terminal.close()
 
 
 def test_ctrl_z_gives_the_terminal_back_and_the_board_comes_back_whole(opened: Terminal) -> None:
@@ -180,16 +171,13 @@ def test_a_terminal_that_cannot_place_text_gets_the_status(here: Here, term: str
     env = environment(here, TERM=term)
     if not term:
         del env["TERM"]
-    terminal = Terminal(here.command("board"), env)
-    try:
+    with contextlib.closing(Terminal(here.command("board"), env)) as terminal:
         terminal.ends(30)
         assert terminal.process.returncode == 0
         why = "TERM is 'dumb': this terminal cannot position text" if term else "TERM is not set"
         assert f"gpuboard: cannot show the board on this terminal: {why}; showing the status instead:" in terminal.text
         assert "free" in terminal.text
         assert b"\x1b[?1049h" not in terminal.written
-    finally:
-        terminal.close()
 
 
 def test_an_unexpected_exception_is_reported_on_a_restored_terminal(here: Here) -> None:
@@ -202,8 +190,7 @@ def test_an_unexpected_exception_is_reported_on_a_restored_terminal(here: Here) 
         "sys.argv[1:] = ['board']\n"
         "sys.exit(main())\n"
     )
-    terminal = Terminal([sys.executable, "-c", program], environment(here))
-    try:
+    with contextlib.closing(Terminal([sys.executable, "-c", program], environment(here))) as terminal:
         terminal.shows("Reserve")
         terminal.press(b"x")
         terminal.ends(5)
@@ -215,8 +202,6 @@ def test_an_unexpected_exception_is_reported_on_a_restored_terminal(here: Here) 
         assert "Traceback" not in output
         assert "KeyError: '[/x] of nobody'" in file.read_text()
         assert file.stat().st_mode & 0o777 == 0o600
-    finally:
-        terminal.close()
 
 
 async def test_a_lost_ledger_is_a_banner_and_nothing_is_free_until_it_is_back(tmp_path: Path) -> None:
@@ -245,7 +230,6 @@ def _free(app: BoardApp) -> list[str]:
 
 
 def processes(variable: str) -> list[int]:
-    """Return the processes that have a variable in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
