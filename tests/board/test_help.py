@@ -56,11 +56,12 @@ async def test_help_scrolls_by_keys_and_wheel_and_uses_the_width(tmp_path: Path)
         await pilot.press("f1")
         await settle(pilot, lambda: isinstance(app.screen, HelpScreen) and "Reserve" in screen(app))
         box = app.screen.query_one("#scroll")
-        await pilot.press("end")
-        await settle(pilot, lambda: box.scroll_y == box.max_scroll_y > 40)
-        await pilot.press("home", "down")
-        await settle(pilot, lambda: box.scroll_y == 1)
-        await pilot.press("home")
+        for there, back, lines in (("down", "up", 1), ("pagedown", "pageup", 20), ("end", "home", box.max_scroll_y)):
+            await pilot.press(there)
+            await settle(pilot, lambda lines=lines: box.scroll_y == lines)  # type: ignore[misc]
+            await pilot.press(back)
+            await settle(pilot, lambda: box.scroll_y == 0)
+        assert box.max_scroll_y > 40
         await pilot._post_mouse_events([MouseScrollDown], offset=(10, 10))
         await settle(pilot, lambda: box.scroll_y > 0)
         await pilot.resize_terminal(200, 60)
@@ -125,7 +126,6 @@ def _options(app: BoardApp) -> list[str]:
 
 
 async def _read(app: BoardApp, pilot: Pilot[int]) -> list[str]:
-    """Return all lines of a screen that scrolls."""
     lines: list[str] = []
     box = app.screen.query_one("#scroll")
     while True:
