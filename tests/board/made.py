@@ -56,7 +56,6 @@ def gpu(node: str, index: int, state: str = "free", **changes: Any) -> GpuView:
 
 
 def busy(node: str, index: int, user: str | None = "bob", **changes: Any) -> GpuView:
-    """Return a GPU with a training process."""
     process = ProcessView(
         pid=4000 + index,
         user=user,
@@ -109,7 +108,6 @@ def node(name: str, gpus: Sequence[GpuView] = (), **changes: Any) -> NodeView:
 
 
 def unread(name: str, error: str = "ssh: no answer in 5 s") -> NodeView:
-    """Return a node that never answered."""
     return NodeView(name=name, state="unreachable", error=error)
 
 

@@ -63,20 +63,17 @@ LETTERS = (120, 16)  # too few lines for wide cells
 async def opened(
     folder: Path, first: Scene | None = None, size: tuple[int, int] = (120, 40)
 ) -> AsyncIterator[tuple[BoardApp, ClusterScreen, Pilot[int]]]:
-    """Open the cluster view."""
     async with still(folder, first or lab(), size) as (app, pilot):
         assert isinstance(app.screen, ClusterScreen)
         yield app, app.screen, pilot
 
 
 def lines(grid: Grid) -> list[str]:
-    """Return what a grid shows, without the header and empty lines."""
     drawn = (grid.render_line(y).text.rstrip() for y in range(1, grid.size.height))
     return [line for line in drawn if line]
 
 
 def status(app: BoardApp) -> str:
-    """Return the line below the rows."""
     return screen(app).splitlines()[-2].strip()
 
 
@@ -216,21 +213,7 @@ async def test_cells_without_readings_have_a_letter_and_a_user(tmp_path: Path) -
 async def test_arrows_walk_over_gpus_and_keep_their_column(tmp_path: Path) -> None:
     async with opened(tmp_path, size=LETTERS) as (_, shown, pilot):
         visited = [shown.cursor_uuid]
-        for key in (
-            "right",
-            "right",
-            "right",
-            "down",
-            "down",
-            "down",
-            "down",
-            "down",
-            "up",
-            "up",
-            "left",
-            "home",
-            "left",
-        ):
+        for key in (*["right"] * 3, *["down"] * 5, "up", "up", "left", "home", "left"):
             await pilot.press(key)
             visited.append(shown.cursor_uuid)
         assert visited == [
@@ -375,9 +358,7 @@ async def test_headers_and_keys_sort(tmp_path: Path, view: str) -> None:
         assert status(app).startswith("by node ▼")
         await pilot.press("S")
         assert (shown.view.sort, shown.view.reverse) == ("node", False)
-        await pilot.press(
-            "s", "j", "j", "down", "k", "down", "down", "enter"
-        )  # node, index, model, memory, utilization
+        await pilot.press("s", *"jj", "down", "k", "down", "down", "enter")  # the fifth order
         assert (shown.view.sort, shown.view.reverse) == ("utilization", True)
         assert lines(grid)[0].strip().startswith("gpu1 ")
 

@@ -35,7 +35,6 @@ CLUSTER = scene(
 
 
 def drawn(app: BoardApp) -> list[str]:
-    """Return the lines of the table with its header."""
     table = app.screen_stack[1].query_one(GpuTable)
     return [table.render_line(y).text.strip() for y in range(1 + len(table._rows))]
 

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from textual.containers import VerticalScroll
 from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.command_palette import Palette
 from gpuboard.board.dialogs.launch import LaunchDialog
 from gpuboard.board.screens.cluster import ClusterScreen
-from gpuboard.board.screens.help import HelpScreen
 from gpuboard.board.screens.leases import LeasesScreen
 from gpuboard.board.screens.logs import LogScreen
 from gpuboard.board.screens.runs import StopConfirm
@@ -144,18 +142,6 @@ async def test_a_log_is_gone_through_by_the_arrows(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: view.page and view.page.place.start == len("line 0\n") and view.left == 16)
         await pilot.press("up", "left")
         await lab.settle(pilot, lambda: view.page and view.page.place.start == 0 and view.left == 0)
-
-
-async def test_the_help_is_read_by_keys(tmp_path: Path) -> None:
-    async with lab.board(lab.make_core(tmp_path), (80, 24)) as (app, pilot):
-        await pilot.press("question_mark")
-        await lab.settle(pilot, lambda: isinstance(app.screen, HelpScreen) and "Reserve" in lab.screen(app))
-        body = app.screen.query_one(VerticalScroll)
-        for there, back in (("down", "up"), ("pagedown", "pageup"), ("end", "home")):
-            await pilot.press(there)
-            await lab.settle(pilot, lambda: body.scroll_y > 0)
-            await pilot.press(back)
-            await lab.settle(pilot, lambda: body.scroll_y == 0)
 
 
 async def test_tab_goes_between_runs_and_ranks_and_k_kills_when_asked_about_a_stop(tmp_path: Path) -> None:

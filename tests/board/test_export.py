@@ -26,7 +26,6 @@ CLUSTER = scene(
 
 
 async def saved(app: BoardApp, pilot: Pilot[int], *keys: str) -> str:
-    """Press keys; return the toast about the file that they save."""
     before = len(lab.toasts(app))
     await pilot.press(*keys)
     await lab.settle(pilot, lambda: len(lab.toasts(app)) > before)

@@ -89,7 +89,6 @@ def watch(**changes: object) -> Watch:
 
 
 async def opened_list(app: BoardApp, pilot: Pilot[int], kind: str) -> None:
-    """Open a list with two rows."""
     if kind == "runs":
         for name, state in (("raaa", "done"), ("rbbb", "failed")):
             view = RunView(name, None, f"{state}.py", AT, state, 0, [RankView(0, "gpu01", 0, 0)], [], this_head())  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -31,32 +31,18 @@ from tests.board.lab import board, claims_folder, environment, make_core, screen
 from tests.board.made import AT, GIB, busy, gpu, lease, next_scene, node, scene, still
 from tests.nvml import Gpu, library, write_script
 
-Check = Callable[[BoardApp, Pilot[int]], Awaitable[None]]
 HOSTILE = "漢字\u0301 [/b] [red]x 🏳️‍🌈 א " * 30
 
 
 def lab() -> Scene:
     """Return a scene of two nodes; GPU 1 of gpu1 is alice's, and eve is on it too."""
     processes = [
-        ProcessView(
-            41,
-            "alice",
-            "python train.py",
-            50 * GIB,
-            "compute",
-            runtime_s=3700.0,
-            job="123",
-            started=1.5,
-            uid=7,
-            sm_percent=97,
-            cpu_percent=412.4,
-            host_memory=12 * GIB,
-        ),
-        ProcessView(
-            42, "eve", "python steal.py", 9 * GIB, "compute", container="0123456789ab", started=2.5, rogue=True
-        ),
+        ProcessView(41, "alice", "python train.py", 50 * GIB, "compute", runtime_s=3700.0, job="123", started=1.5,
+                    uid=7, sm_percent=97, cpu_percent=412.4, host_memory=12 * GIB),
+        ProcessView(42, "eve", "python steal.py", 9 * GIB, "compute", container="0123456789ab", started=2.5,
+                    rogue=True),
         ProcessView(43, None, "Xorg", None, "graphics"),
-    ]
+    ]  # fmt: skip
     health: dict[str, Any] = {
         "ecc_uncorrected": 2,
         "xids": [XidView(48, AT, 65.0)],
@@ -81,7 +67,6 @@ def shows(app: BoardApp, words: str) -> bool:
 async def opened(
     folder: Path, first: Scene | None = None, size: tuple[int, int] = (120, 50)
 ) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
-    """Open the screen of GPU 1 of gpu1."""
     async with still(folder, first or lab(), size) as (app, pilot):
         await app.push_screen(GpuScreen("GPU-gpu1-1"))
         await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and "gpu1  GPU" in screen(app))

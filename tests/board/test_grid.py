@@ -60,23 +60,18 @@ class GridApp(App[None]):
         self.messages: list[tuple[str, object]] = []
 
     def compose(self) -> ComposeResult:
-        """One grid."""
         yield Grid(COLUMNS, empty="Nothing here.\nPress a to add.", marks=True)
 
     def on_grid_moved(self, message: Grid.Moved) -> None:
-        """Note it."""
         self.messages.append(("moved", message.key))
 
     def on_grid_chosen(self, message: Grid.Chosen) -> None:
-        """Note it."""
         self.messages.append(("chosen", message.key))
 
     def on_grid_marked(self, message: Grid.Marked) -> None:
-        """Note it."""
         self.messages.append(("marked", sorted(message.keys)))
 
     def on_grid_sorted(self, message: Grid.Sorted) -> None:
-        """Note it."""
         self.messages.append(("sorted", message.key))
 
 
@@ -92,7 +87,6 @@ async def opened(size: tuple[int, int] = (40, 11)) -> AsyncIterator[tuple[GridAp
 
 
 def rows(*keys: str, words: str = "some words") -> list[Row]:
-    """Return a row for each key."""
     return [Row(key, (Cell(key), Cell(str(len(key))), Cell(words))) for key in keys]
 
 
@@ -108,7 +102,6 @@ def many(count: int, made: list[int] | None = None) -> Sequence[Row]:
 
 
 def lines(grid: Grid) -> list[str]:
-    """Return what is drawn, without the blanks at line ends."""
     return [grid.render_line(y).text.rstrip() for y in range(grid.size.height)]
 
 

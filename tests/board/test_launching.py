@@ -176,7 +176,6 @@ async def fill_all(pilot: Pilot[int], exp: Exp, command: str, **texts: str) -> N
 
 
 def state(app: BoardApp) -> str:
-    """Return the state of the run under the cursor."""
     entry = app.screen.entry if isinstance(app.screen, RunsScreen) and app.screen.query("#list") else None
     return entry.view.state if entry is not None else ""
 

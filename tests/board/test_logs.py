@@ -253,7 +253,6 @@ class Lab:
             file.write(text)
 
     def rows(self, view: LogView | None = None) -> list[str]:
-        """Return what a stream shows, without its title."""
         view = view or self.out
         text = lab.screen(self.app).split("\n")
         return text[view.region.y + 1 : view.region.bottom]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from gpuboard.model.gpu import Sensors
 from tests.board.lab import board, make_core, screen, settle
 from tests.board.made import busy, gpu, lease, mig, next_scene, node, scene, still, unread
 
-Check = Callable[[BoardApp, Pilot[int]], Awaitable[None]]
 CURE = "ssh: the host key of gpu10 is unknown; compare it and add it to ~/.ssh/known_hosts"
 HOSTILE = "漢字\u0301 [/b] [red]x 🏳️‍🌈 א " * 30
 
@@ -48,7 +47,6 @@ def lab() -> Scene:
 async def opened(
     folder: Path, name: str, size: tuple[int, int] = (120, 40)
 ) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
-    """Open the screen of a node."""
     async with still(folder, lab(), size) as (app, pilot):
         await app.push_screen(NodeScreen(name))
         await settle(pilot, lambda: isinstance(app.screen, NodeScreen) and "Connection" in screen(app))
@@ -56,7 +54,6 @@ async def opened(
 
 
 def agent_pid(core: Core, name: str) -> int:
-    """Return the process id of a node's agent."""
     hello = core.fleet._feeds[name].facts.hello
     assert hello is not None
     return hello.pid

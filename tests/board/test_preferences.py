@@ -27,7 +27,6 @@ OTHER = Preferences(
 
 
 def env_of(folder: Path) -> dict[str, str]:
-    """Return an environment with its state in ``folder``."""
     return {"XDG_STATE_HOME": str(folder / "state")}
 
 
@@ -44,19 +43,9 @@ def test_what_was_kept_comes_back_from_a_private_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'{"theme": 3}',
-        b'{"view": {"sort": []}}',
-        b"\xff\xfe",
-        b"x" * 5_000_000,
-        b"[" * 60_000,
-        b"{" * 100_000,
-    ],
-)
+    [b"", b"{", b"[]", b"null", b'{"theme": 3}', b'{"view": {"sort": []}}', b"\xff\xfe", b"x" * 5_000_000,
+     b"[" * 60_000, b"{" * 100_000],
+)  # fmt: skip
 def test_garbage_is_skipped_and_reported(tmp_path: Path, content: bytes) -> None:
     env = env_of(tmp_path)
     file = preferences.path(env)

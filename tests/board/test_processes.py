@@ -53,7 +53,6 @@ def notes(app: BoardApp) -> list[str]:
 
 
 async def choose(app: BoardApp, pilot: Pilot[int], key: str) -> None:
-    """Choose a line of the list on top."""
     await lab.settle(pilot, lambda: isinstance(app.screen, Choose) and app.screen.is_mounted)
     options = app.screen.query_one(OptionList)
     options.highlighted = options.get_option_index(key)

@@ -49,7 +49,6 @@ def some() -> Scene:
 
 
 def rows(app: BoardApp) -> list[tuple[str, ...]]:
-    """Return the first five cells of each row; of a heading its words."""
     grid = app.screen.query_one(Grid)
     found = []
     for row in grid._rows:

@@ -26,7 +26,6 @@ LOAD = "idle at train.py:41 in load_batch"
 
 
 def run(count: int, states: Mapping[int, str] | None = None, per: int = 8, default: str = "running") -> RunView:
-    """Return a run of ``per`` ranks a node."""
     of = states or {}
     ranks = [
         RankView(rank, f"gpu{rank // per + 1:02d}", rank % per, rank % per, 100 + rank, of.get(rank, default))  # type: ignore[arg-type]

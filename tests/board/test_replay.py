@@ -65,7 +65,6 @@ async def replay(
 
 
 def clock(seconds: float) -> str:
-    """Return how the label writes a moment."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(BEGIN + seconds))
 
 

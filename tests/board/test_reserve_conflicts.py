@@ -19,7 +19,6 @@ from tests.nvml import GIB, Gpu, library, write_script
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the script of this machine's four GPUs."""
     path = tmp_path / "nvml"
     write_script(path, [Gpu()] * 4, seed=str(tmp_path))
     monkeypatch.setenv("FAKE_NVML", str(path))

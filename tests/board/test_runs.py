@@ -38,7 +38,6 @@ NOBODY = HeadProcess("login2", "another boot", 4242, 1)
 
 
 def view(run: str = "rabc2345", state: str = "running", **changes: Any) -> RunView:
-    """Return a run of two ranks."""
     ranks = [RankView(rank, "gpu01", rank, rank + 4, 100 + rank, "running", f"step {rank}") for rank in range(2)]
     values: dict[str, Any] = {
         "id": run, "lease": None, "target": "train.py --lr 3e-4", "started": "2026-01-31T12:00:00.000Z", "state": state,

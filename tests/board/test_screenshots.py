@@ -20,7 +20,6 @@ DRAWN = ROOT / "docs" / "screenshots"
 
 
 def text(svg: str) -> list[str]:
-    """Return what is written in a picture, line by line."""
     return [unescape(line).replace("\xa0", " ") for line in re.findall(r"<text [^>]*>([^<]*)</text>", svg)]
 
 

@@ -32,14 +32,12 @@ def eight(**changes: object) -> Scene:
 async def opened(
     folder: Path, first: Scene, size: tuple[int, int] = (120, 34)
 ) -> AsyncIterator[tuple[BoardApp, ClusterScreen, Pilot[int]]]:
-    """Open the cluster view on a single node."""
     async with still(folder, first, size) as (app, pilot):
         assert isinstance(app.screen, ClusterScreen)
         yield app, app.screen, pilot
 
 
 def rows(shown: ClusterScreen) -> list[str]:
-    """Return the lines of the GPUs, without the titles."""
     grid = shown.grid
     return [grid.render_line(y).text.rstrip() for y in range(1, grid.size.height)]
 

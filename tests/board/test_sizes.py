@@ -45,7 +45,6 @@ class Long(Dialog[None]):
     """A dialog that needs more lines than a terminal has."""
 
     def changed(self) -> None:
-        """Show a long message."""
         self.show_message("one line\n" * 40)
 
     def commit(self, values: dict[str, str]) -> None:
@@ -133,7 +132,6 @@ def standing_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 async def everywhere(
     folder: Path, glyphs: str, size: tuple[int, int], extra: str = ""
 ) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
-    """Run the app with a scene, a run and a saved filter."""
     env = environment(folder)
     ranks = [RankView(rank, "gpu1", rank, rank, 100 + rank, "running", f"step {rank} {extra}") for rank in range(2)]
     run = keep(env, view(target=f"train.py {extra}", ranks=ranks, lease="k3f9"))
@@ -145,7 +143,6 @@ async def everywhere(
 
 
 async def enter(app: BoardApp, pilot: Pilot[int], place: Place) -> None:
-    """Open a place from the cluster view."""
     if callable(place.opened):
         place.opened(app)
     else:

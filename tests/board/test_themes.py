@@ -28,7 +28,6 @@ ALL = (*COLOURED, "plain", "terminal")
 
 
 def ours() -> dict[str, BoardTheme]:
-    """Return the themes that come with gpuboard."""
     found, problems = themes.load_all({"HOME": "/nonexistent"})
     assert problems == []
     return found
@@ -302,7 +301,6 @@ def _segments(app: BoardApp) -> list[Segment]:
 
 
 def _color_of(app: BoardApp, letter: str) -> str:
-    """Return the colour of the first cell with a state's letter alone."""
     for segment in _segments(app):
         if segment.text.strip() == letter and segment.style and segment.style.color and segment.style.color.triplet:
             return segment.style.color.triplet.hex

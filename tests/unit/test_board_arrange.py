@@ -40,7 +40,6 @@ SCENE = scene(
 
 
 def keys(view: ViewState, query: str = "", within: Scene = SCENE) -> list[str]:
-    """Return the keys of the rows, GPUs without their prefix."""
     rows = arrange(within, view, GPUS.parse(query).matches if query else None)
     return [key_of(row).removeprefix("GPU-") for row in rows]
 

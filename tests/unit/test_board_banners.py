@@ -13,17 +13,14 @@ UP = NodeView(name="gpu01", state="up", error=None, age_s=0.5, source="nvml")
 
 
 def cluster(*nodes: NodeView) -> Snapshot:
-    """Return a snapshot of these nodes."""
     return Snapshot(schema=1, at="2026-01-31T12:00:00.000Z", cluster="lab", nodes=list(nodes))
 
 
 def node(**changes: object) -> NodeView:
-    """Return a node that is up but for ``changes``."""
     return msgspec.structs.replace(UP, **changes)
 
 
 def away(reason: str, source: str = "nvml") -> NodeView:
-    """Return a node that cannot be reached."""
     return node(state="unreachable", error=reason, age_s=None, source=source)
 
 

@@ -23,7 +23,6 @@ SCENE = scene(
 
 
 def offered(key: Key[Any]) -> Iterable[str]:
-    """Return a key's values in the scene."""
     if key.offers is None:
         return ()
     return [v for one in SCENE.snapshot.nodes for g in one.gpus for v in key.offers(one, g, SCENE) if v]

@@ -27,7 +27,6 @@ from tests.board.made import AT, GIB, awaited, busy, gpu, lease, mig, node, scen
 
 
 def text(lines: list[Runs]) -> list[str]:
-    """Return lines without their styles."""
     return ["".join(run for run, _ in line).rstrip() for line in lines]
 
 

@@ -212,7 +212,6 @@ def test_a_large_cluster_is_filtered_within_a_frame_or_few() -> None:
 
 
 def mig_lease(name: str, owner: str, on: str, uuid: str, uid: int = 1001) -> Lease:
-    """Return a lease on a MIG device."""
     return msgspec.structs.replace(lease(name, owner, [], uid), gpus=[LeaseGpu(node=on, index=0, uuid=uuid)])
 
 
