@@ -254,17 +254,16 @@ def _sorted(rows: list[Row], view: ViewState, scene: Scene) -> list[Row]:
     known: list[tuple[Any, Row]] = []
     unknown: list[Row] = []
     for row in rows:
-        value = value_of(row, scene) if isinstance(row, Place) else _node_value(row, view.sort)
+        if isinstance(row, Place):
+            value = value_of(row, scene)
+        else:
+            value = natural(row.name) if view.sort == "node" and isinstance(row, NodeView) else None
         if value is None:
             unknown.append(row)
         else:
             known.append((value, row))
     known.sort(key=lambda pair: pair[0], reverse=view.reverse)
     return [*(row for _, row in known), *unknown]
-
-
-def _node_value(row: Row, sort: str) -> Any:
-    return natural(row.name) if sort == "node" and isinstance(row, NodeView) else None
 
 
 def _group_of(row: Row, group: str, scene: Scene) -> str:

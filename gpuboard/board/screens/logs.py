@@ -36,8 +36,8 @@ class LogScreen(BoardScreen):
         Binding("escape", "back", "Back", id="log.back"),
         Binding("f", "follow", "Follow", id="log.follow"),
         Binding("slash", "search", "Search", id="log.search"),
-        Binding("n", "next", "Next", id="log.next"),
-        Binding("N", "previous", "Previous", id="log.previous", show=False),
+        Binding("n", "find(False)", "Next", id="log.next"),
+        Binding("N", "find(True)", "Previous", id="log.previous", show=False),
         Binding("left_square_bracket", "rank(-1)", "Previous rank", id="log.rank-before", show=False),
         Binding("right_square_bracket", "rank(1)", "Next rank", id="log.rank-next"),
         Binding("s", "streams", "Streams", id="log.streams"),
@@ -139,9 +139,7 @@ class LogScreen(BoardScreen):
                 return
             self._entry = entry or self._entry
             self._head()
-            bar = self.query_one("#trouble", Static)
-            bar.set_class(bool(trouble), "-shown")
-            bar.update(Text(trouble, self.board.look.style("warn"), no_wrap=True, overflow="ellipsis"))
+            self._show_line("#trouble", trouble, "warn")
 
         far = self._far is not None
 
@@ -154,9 +152,12 @@ class LogScreen(BoardScreen):
         self._background.ask(work, then)
 
     def _show_message(self, words: str) -> None:
-        message = self.query_one("#message", Static)
-        message.set_class(bool(words), "-shown")
-        message.update(Text(words, self.board.look.style("dim"), no_wrap=True, overflow="ellipsis"))
+        self._show_line("#message", words, "dim")
+
+    def _show_line(self, where: str, words: str, role: str) -> None:
+        line = self.query_one(where, Static)
+        line.set_class(bool(words), "-shown")
+        line.update(Text(words, self.board.look.style(role), no_wrap=True, overflow="ellipsis"))
 
     def _pick(self, view: LogView) -> None:
         for other in self.query(LogView):
@@ -213,13 +214,7 @@ class LogScreen(BoardScreen):
             view.highlight(words)
         first.search(words, backwards=backwards, others=others)
 
-    def action_next(self) -> None:
-        self._find(backwards=False)
-
-    def action_previous(self) -> None:
-        self._find(backwards=True)
-
-    def _find(self, *, backwards: bool) -> None:
+    def action_find(self, backwards: bool) -> None:
         if self.active.words:
             self._search(self.active.words, backwards=backwards)
         else:

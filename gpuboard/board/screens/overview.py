@@ -16,7 +16,7 @@ from gpuboard.board.overview.facts import Gatherer
 from gpuboard.board.overview.people import ORDERS
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import FilteredScreen
-from gpuboard.board.text.overview import EVENT_ROLES, KIND, NO_EVENTS, event_date, places
+from gpuboard.board.text.overview import EVENT_ROLES, KIND, NO_EVENTS, event_time, places
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.board.widgets.overview import OverviewPanel
@@ -90,7 +90,7 @@ class OverviewScreen(GraphScreen, FilteredScreen):
 
     def _row(self, event: ClusterEvent) -> Row:
         cells: Sequence[Cell] = (
-            Cell(event_date(event, self._now), "dim"),
+            Cell(event_time(event, self._now, "%H:%M:%S", "%m-%d %H:%M:%S"), "dim"),
             Cell(event.kind, EVENT_ROLES.get(event.kind, "")),
             Cell(places(event)),
             Cell(event.user or "-", "" if event.user else "dim"),

@@ -254,16 +254,10 @@ def event_lines(facts: OverviewFacts, cells: int, most: int) -> list[Runs]:
     return lines
 
 
-def event_time(event: ClusterEvent, now: float) -> str:
-    """Return an event's time of today as ``14:02``, an older one's date as ``01-31``; local."""
+def event_time(event: ClusterEvent, now: float, today: str = "%H:%M", before: str = "%m-%d") -> str:
+    """Return an event's local time, ``14:02``; of one before today the date, ``01-31``."""
     at = datetime.fromtimestamp(seconds_of(event.at))
-    return f"{at:%H:%M}" if at.date() == datetime.fromtimestamp(now).date() else f"{at:%m-%d}"
-
-
-def event_date(event: ClusterEvent, now: float) -> str:
-    """Return an event's time to the second, ``14:02:11``; before today with its date, ``01-31 14:02:11``. Local."""
-    at = datetime.fromtimestamp(seconds_of(event.at))
-    return f"{at:%H:%M:%S}" if at.date() == datetime.fromtimestamp(now).date() else f"{at:%m-%d %H:%M:%S}"
+    return at.strftime(today if at.date() == datetime.fromtimestamp(now).date() else before)
 
 
 def event_words(event: ClusterEvent) -> str:

@@ -16,35 +16,25 @@ _SCALES = tuple(step * 10**power for power in range(9) for step in (1, 2, 5))
 
 def host_graphs(node: NodeView, samples: HostSamples, frame: GraphFrame) -> list[Runs]:
     """Return the readings of a node with their graphs; those that it does not report are named in one line."""
-    total_gib = (node.memory_total or 0) / 2**30
-    memory = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
+    times, total_gib = samples.times, (node.memory_total or 0) / 2**30
+    most_gib = total_gib or 1.0
+    cpu, load = f"{node.cpu_percent or 0:.0f} %", f"{node.load1 or 0:.2f}"
+    used = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
+    memory = [None if part is None else part * total_gib for part in samples.memory]
     network = [None if value is None else value / 1e6 for value in samples.network]
-    shown = {
-        "CPU": (node.cpu_percent, _cpu(node), samples.cpu, 100.0),
-        "Memory": (
-            node.memory_used,
-            memory,
-            [None if part is None else part * total_gib for part in samples.memory],
-            total_gib or 1.0,
-        ),
-        "Load": (node.load1, f"{node.load1 or 0:.2f}", samples.load, scale(samples.load)),
-        "Network": (node.net_received, network_words(node), network, scale(network)),
-    }
+    readings = (node.cpu_percent, node.memory_used, node.load1, node.net_received)
+    shown = (
+        Graph("CPU", cpu, times, samples.cpu, 100.0, peaks=samples.peak),
+        Graph("Memory", used, times, memory, most_gib, warn=_MEMORY_WARN * most_gib),
+        Graph("Load", load, times, samples.load, scale(samples.load), words="{:.1f}".format),
+        Graph("Network", network_words(node), times, network, scale(network), words=lambda value: rate(value * 1e6)),
+    )
     found, missing = [], []
-    for name, (now, words, values, high) in shown.items():
-        if now is None and not any(value is not None for value in values):
-            missing.append(name)
-            continue
-        graph = Graph(name, "?" if now is None else words, samples.times, values, high)
-        if name == "CPU":
-            graph = graph._replace(peaks=samples.peak)
-        elif name == "Memory":
-            graph = graph._replace(warn=_MEMORY_WARN * high)
-        elif name == "Load":
-            graph = graph._replace(words="{:.1f}".format)
+    for now, graph in zip(readings, shown, strict=True):
+        if now is None and not any(value is not None for value in graph.values):
+            missing.append(graph.name)
         else:
-            graph = graph._replace(words=lambda value: rate(value * 1e6))
-        found.append(graph)
+            found.append(graph if now is not None else graph._replace(now="?"))
     lines = graphs(found, frame) if found else []
     return lines + ([[(f"Not reported: {', '.join(missing)}", "dim")]] if missing and node.state == "up" else [])
 
@@ -64,10 +54,6 @@ def rate(value: float | None) -> str:
         if value >= unit:
             return f"{value / unit:.1f} {name}" if value < 10 * unit else f"{value / unit:.0f} {name}"
     return f"{value / 1e3:.0f} kB/s"
-
-
-def _cpu(node: NodeView) -> str:
-    return f"{node.cpu_percent or 0:.0f} %"
 
 
 def scale(values: Iterable[float | None]) -> float:
