@@ -205,10 +205,7 @@ class Box(OnBoard, ModalScreen[T]):
 
 
 class Dialog(Box[T]):
-    """Labelled fields that are checked while typing, a message below them, a verb and Cancel.
-
-    A subclass implements ``commit``, and ``changed`` to follow the typing. Enter in a field commits.
-    """
+    """Labelled fields, checked while typing, a message below them, a verb and Cancel; enter in a field commits."""
 
     PREVIEW = 0  # lines that stay free for the message, so that the dialog keeps its size while the user types
 

@@ -63,10 +63,7 @@ class Watch(msgspec.Struct, frozen=True):
 
 
 def holds(watch: Watch, scene: Scene, run: RunEntry | None = None) -> str:
-    """Return what meets the condition in ``scene`` as text; "" when it is not met or unknown.
-
-    ``run``: the current state of ``watch.run``.
-    """
+    """Return what meets the condition; "" when that is not so or unknown. ``run``: the state of ``watch.run``."""
     if watch.run is not None:
         return "" if run is None or run.live else f"{run.view.state}: {ended_words(run).splitlines()[0]}"
     if watch.lease is not None:

@@ -1,7 +1,4 @@
-"""Filters for every drawn line: no colour, or ASCII only, where the terminal requires it.
-
-They apply to everything: borders, scroll bars, footer, and text from nodes.
-"""
+"""Filters for every drawn line, text from nodes included: no colour, or ASCII only, where the terminal requires it."""
 
 from __future__ import annotations
 

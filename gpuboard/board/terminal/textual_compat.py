@@ -30,10 +30,7 @@ def app_of(driver: Driver) -> App[Any]:
 
 
 def write_to_terminal(app: App[Any], sequence: str) -> None:
-    """Write a control sequence to the terminal of ``app``; not in tests, which have none.
-
-    textual's bell and clipboard write this way; it has no public method for other sequences.
-    """
+    """Write a control sequence to the terminal of ``app`` (tests have none), as textual's bell and clipboard do."""
     if app._driver is not None and not app.is_headless:
         app._driver.write(sequence)
 

@@ -21,10 +21,7 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> list[float | None]:
-    """Return the highest value in each of the ``count`` newest bins of ``bin_s`` seconds, the last with the newest one.
-
-    Bins are those of ``slices``; one without a value is None.
-    """
+    """Return the highest value in each of the ``count`` newest bins (``slices``) of ``bin_s``; None: it has none."""
     found = _slices(tuple(times), bin_s, count)
     return [max([value for value in values[first:end] if value is not None], default=None) for first, end in found]
 
@@ -56,10 +53,7 @@ def metered(part: float | None, words: str, cells: int, role: str, glyphs: Glyph
 
 
 def curve(values: Values, height: int, glyphs: Glyphs, low: float, high: float) -> list[str]:
-    """Return ``height`` lines, from the top, with a curve through ``values``, ``per_cell`` of them in a column.
-
-    Gaps are blank.
-    """
+    """Return ``height`` lines, from the top, with a curve through ``values``, ``per_cell`` a column; gaps are blank."""
     return list(_curve(tuple(values), height, glyphs.ascii, low, high))
 
 
@@ -113,10 +107,7 @@ def plotted(times: Sequence[float], values: Values, width: int, glyphs: Glyphs, 
 
 
 def plot(values: Values, height: int, glyphs: Glyphs, *, high: float) -> list[tuple[str, str]]:
-    """Return a plot of ``plotted`` values from 0 to ``high``: lines as (axis, area), each of fixed width.
-
-    The axis has numbers at its top and bottom; the newest sample is at the right.
-    """
+    """Return a plot of ``plotted`` values from 0 to ``high``: lines as (axis with numbers, area), fixed in width."""
     lines = curve(values, height, glyphs, 0.0, high)
     wall = "|" if glyphs.ascii else "│"
     labels = ["", *[""] * (height - 2), "0"][:height] if height > 1 else [""]

@@ -28,9 +28,7 @@ GAP = 1  # between columns
 class Column(NamedTuple):
     """A column. ``width`` in terminal cells; with ``weight`` at least ``least`` and a share of the remaining space.
 
-    One without width and weight is not drawn.
-
-    Where not all fit, columns with the highest ``drop`` go first; those with 0 always stay.
+    Without both it is not drawn. Where not all fit, those with the highest ``drop`` go first; those with 0 always stay.
     """
 
     key: str

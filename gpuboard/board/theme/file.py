@@ -91,10 +91,7 @@ def onto(base: ThemeFile, theme: ThemeFile) -> ThemeFile:
 
 
 def style(text: str, where: str, color: Callable[[str, str], Color]) -> Style:
-    """Return the style for ``text``: attributes, a colour, ``on`` a colour. Raises BadTheme.
-
-    ``color`` returns a colour for its name and position.
-    """
+    """Return the style for ``text``: attributes, a colour, ``on`` a colour (read by ``color``). Raises BadTheme."""
     attributes: dict[str, Any] = {}
     fore: Color | None = None
     back: Color | None = None

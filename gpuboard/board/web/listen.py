@@ -27,10 +27,7 @@ def listen(port: int, host: str = "127.0.0.1") -> socket.socket:
 
 
 def listen_at(path: Path) -> socket.socket:
-    """Return a unix socket of mode 0600 that listens at ``path``; replaces one left over by an ended server.
-
-    Raises GpuboardError.
-    """
+    """Return a unix socket of mode 0600 at ``path``, in place of an ended server's. Raises GpuboardError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o177)  # private from its creation
     try:

@@ -103,10 +103,7 @@ class Server:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-        """Refuse a request with a foreign Host, without token or cookie, or for a websocket from a foreign Origin.
-
-        A valid token is exchanged for the cookie.
-        """
+        """Refuse a foreign Host, no token or cookie, a websocket's foreign Origin; exchange a token for the cookie."""
         guard = self._guard
         if not guard.is_our_host(request.headers.get("Host")) or not request.raw_path.startswith("/"):
             return self._refuse(request, "unknown host name or port")

@@ -32,10 +32,7 @@ _SEPARATOR = " · "
 
 
 def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
-    """Return the header for a terminal of ``columns``: free counts always fit, words only where space is left.
-
-    Two lines where it is ``tall`` and wide, else one.
-    """
+    """Return the header, where ``tall`` and wide of two lines: free counts always fit, words where space is left."""
     facts = scene.sums
     clock = datetime.fromisoformat(scene.snapshot.at).astimezone().strftime("%H:%M:%S")
     label: Runs = ((f" {scene.label} ", "warn"),) if scene.label else ()

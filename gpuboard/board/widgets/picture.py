@@ -34,10 +34,7 @@ _SORTS = {"node": "node", "connection": "age", "gpus": "state", "model": "model"
 
 
 class Picture(Grid):
-    """Every GPU of every node.
-
-    The cursor is on a GPU, or on a node without known GPUs: keys are UUIDs, or ``node:NAME`` of such nodes.
-    """
+    """Every GPU of every node. Its keys are UUIDs, or ``node:NAME`` of nodes without known GPUs."""
 
     ROW_CURSOR = False
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -89,10 +89,7 @@ def beside_utilization(gpu: GpuView, room: int) -> str:
 
 
 def pcie_most(gpu: GpuView) -> float | None:
-    """Return what the GPU's PCIe link carries in each direction, in bytes per second.
-
-    An idle GPU lowers the generation of its link, so the highest one counts.
-    """
+    """Return what the PCIe link carries each way, in B/s, at its highest generation: an idle GPU lowers it."""
     lane = _LANE.get(gpu.pcie_generation_max or gpu.pcie_generation or 0)
     return None if lane is None or gpu.pcie_width is None else lane * gpu.pcie_width
 

@@ -55,10 +55,7 @@ def ruler(axis: Axis) -> str:
 
 
 def bar(axis: Axis, since: float, until: float, role: str, glyphs: Glyphs) -> tuple[tuple[str, str], ...]:
-    """Return a lease as runs of (text, role) over the whole axis: a line for the past, a bar from now on.
-
-    A lease always has at least one full cell.
-    """
+    """Return a lease as runs over the whole axis: a line for the past, from now on a bar of at least one full cell."""
     first, now, last = axis.at(since), axis.at(axis.now), axis.at(until)
     now = max(now, first)
     last = min(axis.width, max(last, now + 1))
