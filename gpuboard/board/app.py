@@ -178,10 +178,7 @@ class BoardApp(CrashHookApp):
         message.then()
 
     def ask(
-        self,
-        work: Callable[[], T],
-        then: Callable[[T], None],
-        failed: Callable[[GpuboardError], None] | None = None,
+        self, work: Callable[[], T], then: Callable[[T], None], failed: Callable[[GpuboardError], None] | None = None
     ) -> None:
         """Run ``work`` in a thread, then call ``then`` with its value in the UI's thread; errors go to ``failed``.
 

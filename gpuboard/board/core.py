@@ -58,12 +58,7 @@ class Core:
         self.env = env
         self.interval_s = settings.interval_s(len(nodes))
         self.fleet = Fleet(
-            nodes,
-            settings,
-            interval_s=self.interval_s,
-            one_shot=False,
-            connector=connector,
-            scheduler=scheduler,
+            nodes, settings, interval_s=self.interval_s, one_shot=False, connector=connector, scheduler=scheduler
         )
         self.history = History()
         self._recorder: Recorder | None = None

@@ -37,10 +37,7 @@ def run(count: int, states: Mapping[int, str] | None = None, per: int = 8, defau
 def stall(count: int, *behind: int) -> list[RankGroup]:
     """Return what ranks do that all wait for some of them."""
     waiting = [rank for rank in range(count) if rank not in behind]
-    return [
-        RankGroup(waiting, "collective", REDUCE, list(behind)),
-        RankGroup(list(behind), "code", LOAD, suspect=True),
-    ]
+    return [RankGroup(waiting, "collective", REDUCE, list(behind)), RankGroup(list(behind), "code", LOAD, suspect=True)]
 
 
 def drawn(view: RunView, groups: Sequence[RankGroup] = (), cells: int = 78, most: int = 8) -> list[str]:

@@ -97,9 +97,7 @@ async def test_continues_when_another_user_was_faster(tmp_path: Path) -> None:
             core.operations.release(lab.claims(tmp_path)[0].split(":")[0])
 
 
-async def test_a_hung_reservation_blocks_no_watch_and_is_released_with_its_own(
-    tmp_path: Path,
-) -> None:
+async def test_a_hung_reservation_blocks_no_watch_and_is_released_with_its_own(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     async with lab.board(core) as (app, pilot):
         hello = core.fleet._feeds["sim02"].facts.hello

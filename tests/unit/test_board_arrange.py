@@ -10,17 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.arrange import (
-    SORTS,
-    Group,
-    NodeRow,
-    ViewState,
-    arrange,
-    arrange_nodes,
-    key_of,
-    natural,
-    users_of,
-)
+from gpuboard.board.arrange import SORTS, Group, NodeRow, ViewState, arrange, arrange_nodes, key_of, natural, users_of
 from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.gpu_row import Device, with_devices

@@ -202,11 +202,9 @@ def test_links_as_a_matrix_or_in_a_line() -> None:
 
 def test_health_in_short() -> None:
     one = gpu("n", 0, ecc_uncorrected=3, remap_pending=False, recovery_action="none", xids=[], pcie_generation=5)
-    assert text(gpu_lines.health(one, 60, only_bad=True)) == [
-        "ECC          3 uncorrected since the driver loaded",
-    ]
+    assert text(gpu_lines.health(one, 60, only_bad=True)) == ["ECC          3 uncorrected since the driver loaded"]
     assert text(gpu_lines.health(gpu("n", 0), 60, only_bad=True)) == [
-        "Not readable ECC, Row remap, Recovery, PCIe, XID",
+        "Not readable ECC, Row remap, Recovery, PCIe, XID"
     ]
 
 

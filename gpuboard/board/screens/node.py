@@ -182,10 +182,7 @@ def _memory_cells(of: GpuView | MigView, state: str, glyphs: Glyphs) -> tuple[Ce
     used = "?" if of.memory_used is None else f"{of.memory_used / 2**30:.1f}"
     total = "?" if of.memory_total is None else f"{of.memory_total / 2**30:.0f}"
     full, track = meter(part, _BAR, glyphs)
-    return (
-        Cell(((full, state), (track, "dim"))),
-        Cell(f"{used}/{total}", "" if part is not None else "unknown"),
-    )
+    return (Cell(((full, state), (track, "dim"))), Cell(f"{used}/{total}", "" if part is not None else "unknown"))
 
 
 class NodeScreen(GraphScreen, ActingScreen):

@@ -15,17 +15,7 @@ from gpuboard.board.history import History
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.format import PACK
 from gpuboard.board.text.gpu_cell import CellSize, Ink
-from gpuboard.board.text.picture import (
-    Drawing,
-    Focus,
-    Item,
-    below,
-    cells_of,
-    columns_for,
-    group_words,
-    size_for,
-    split,
-)
+from gpuboard.board.text.picture import Drawing, Focus, Item, below, cells_of, columns_for, group_words, size_for, split
 from gpuboard.board.text.rows import GAP
 from gpuboard.board.widgets.grid import HEADER, RIGHT, Cell, Grid, LazyRows, Row
 from gpuboard.model.snapshot import NodeView

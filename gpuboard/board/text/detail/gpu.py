@@ -73,12 +73,7 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
 def age_line(node: NodeView, gpu: GpuView) -> Runs:
     """Return the age of the values and the compute mode."""
     mode = "?" if gpu.compute_mode is None else COMPUTE_MODES.get(gpu.compute_mode, "?")
-    return [
-        ("Age".ljust(NAME), "dim"),
-        (age(age_of(node, gpu)).ljust(12), ""),
-        ("compute mode ", "dim"),
-        (mode, ""),
-    ]
+    return [("Age".ljust(NAME), "dim"), (age(age_of(node, gpu)).ljust(12), ""), ("compute mode ", "dim"), (mode, "")]
 
 
 def readings(gpu: GpuView, samples: Samples, frame: GraphFrame, further: Sequence[Graph] = ()) -> list[Runs]:
