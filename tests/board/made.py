@@ -38,40 +38,21 @@ STATES = ("free", "reserved", "allocated", "busy", "occupied", "unknown", "broke
 def gpu(node: str, index: int, state: str = "free", **changes: Any) -> GpuView:
     """Return a GPU of a node; its UUID is ``GPU-<node>-<index>``."""
     values: dict[str, Any] = {
-        "index": index,
-        "uuid": f"GPU-{node}-{index}",
-        "name": "NVIDIA H100 80GB HBM3",
-        "pci_bus_id": f"00000000:{index:02X}:00.0",
-        "state": state,
-        "reason": "no process, no reservation",
-        "memory_used": 0,
-        "memory_total": 80 * GIB,
-        "utilization": 0,
-        "temperature": 31,
-        "power": 70.0,
-        "power_limit": 700.0,
-        "processes": [],
-    }
+        "index": index, "uuid": f"GPU-{node}-{index}", "name": "NVIDIA H100 80GB HBM3",
+        "pci_bus_id": f"00000000:{index:02X}:00.0", "state": state, "reason": "no process, no reservation",
+        "memory_used": 0, "memory_total": 80 * GIB, "utilization": 0, "temperature": 31, "power": 70.0,
+        "power_limit": 700.0, "processes": [],
+    }  # fmt: skip
     return GpuView(**(values | changes))
 
 
 def busy(node: str, index: int, user: str | None = "bob", **changes: Any) -> GpuView:
-    process = ProcessView(
-        pid=4000 + index,
-        user=user,
-        command="python train.py",
-        memory=60 * GIB,
-        type="compute",
-        rogue="rogue" in changes.get("flags", ()),
-    )
+    rogue = "rogue" in changes.get("flags", ())
+    process = ProcessView(4000 + index, user, "python train.py", 60 * GIB, "compute", rogue=rogue)
     values: dict[str, Any] = {
-        "reason": f"{user}: python (pid {4000 + index})",
-        "memory_used": 60 * GIB,
-        "utilization": 90,
-        "temperature": 64,
-        "power": 540.0,
-        "processes": [process],
-    }
+        "reason": f"{user}: python (pid {4000 + index})", "memory_used": 60 * GIB, "utilization": 90,
+        "temperature": 64, "power": 540.0, "processes": [process],
+    }  # fmt: skip
     return gpu(node, index, "busy", **(values | changes))
 
 
@@ -79,31 +60,20 @@ def mig(node: str, index: int, *states: GpuState) -> GpuView:
     """Return a GPU split into a device for each of ``states``; their UUIDs are ``MIG-<node>-<index>-<number>``."""
     devices = [
         MigView(
-            uuid=f"MIG-{node}-{index}-{number}",
-            profile="3g.40gb",
-            state=state,
-            reason=f"made {state}",
-            memory_used=0,
-            memory_total=40 * GIB,
+            uuid=f"MIG-{node}-{index}-{number}", profile="3g.40gb", state=state, reason=f"made {state}",
+            memory_used=0, memory_total=40 * GIB,
         )
         for number, state in enumerate(states)
-    ]
+    ]  # fmt: skip
     return gpu(node, index, "mig", reason="in MIG mode", flags=["mig"], utilization=None, mig=devices)
 
 
 def node(name: str, gpus: Sequence[GpuView] = (), **changes: Any) -> NodeView:
     """Return a node that was read half a second ago."""
     values: dict[str, Any] = {
-        "name": name,
-        "state": "up",
-        "age_s": 0.5,
-        "driver": "580.159.04",
-        "cpu_percent": 12.5,
-        "memory_used": 97 * GIB,
-        "memory_total": 512 * GIB,
-        "gpus": list(gpus),
-        "connected": True,
-    }
+        "name": name, "state": "up", "age_s": 0.5, "driver": "580.159.04", "cpu_percent": 12.5,
+        "memory_used": 97 * GIB, "memory_total": 512 * GIB, "gpus": list(gpus), "connected": True,
+    }  # fmt: skip
     return NodeView(**(values | changes))
 
 
@@ -118,17 +88,11 @@ def awaited(name: str) -> NodeView:
 
 def lease(name: str, owner: str, gpus: Sequence[tuple[str, int]], uid: int = 1001) -> Lease:
     """Return a lease on GPUs given by node and index."""
+    taken = [LeaseGpu(node=node, index=index, uuid=f"GPU-{node}-{index}") for node, index in gpus]
     return Lease(
-        id=name,
-        owner=owner,
-        uid=uid,
-        host="login1",
-        gpus=[LeaseGpu(node=node, index=index, uuid=f"GPU-{node}-{index}") for node, index in gpus],
-        since=AT,
-        until="2026-01-31T20:00:00.000Z",
-        holder=None,
-        remaining_s=8 * 3600.0,
-    )
+        id=name, owner=owner, uid=uid, host="login1", gpus=taken, since=AT, until="2026-01-31T20:00:00.000Z",
+        holder=None, remaining_s=8 * 3600.0,
+    )  # fmt: skip
 
 
 def scene(*nodes: NodeView, leases: Sequence[Lease] = (), at: str = AT, **changes: Any) -> Scene:

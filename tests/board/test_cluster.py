@@ -30,26 +30,19 @@ from tests.board.made import GIB, HOSTILE, awaited, busy, gpu, lease, mig, next_
 
 def lab(**changes: Any) -> Scene:
     """Return a small cluster with everything in it; ``changes`` are those of its first GPU."""
+    gpus = [
+        busy("gpu1", 0, **changes),
+        busy("gpu1", 1, "carol", flags=["rogue"], leases=["k3f9"]),
+        gpu("gpu1", 2, "reserved", leases=["k3f9"], flags=["idle"], reason="alice, 3h10m left"),
+        gpu("gpu1", 3),
+        gpu("gpu1", 4, "broken", reason="GPU lost"),
+    ]
+    old = [gpu("gpu4", index, "unknown", reason="last reading is 12 s old") for index in range(16)]
     return scene(
-        node(
-            "gpu1",
-            [
-                busy("gpu1", 0, **changes),
-                busy("gpu1", 1, "carol", flags=["rogue"], leases=["k3f9"]),
-                gpu("gpu1", 2, "reserved", leases=["k3f9"], flags=["idle"], reason="alice, 3h10m left"),
-                gpu("gpu1", 3),
-                gpu("gpu1", 4, "broken", reason="GPU lost"),
-            ],
-        ),
+        node("gpu1", gpus),
         node("gpu2", [gpu("gpu2", index, name="NVIDIA L40S", memory_total=48 * GIB) for index in range(2)]),
         node("gpu3", [mig("gpu3", 0, "free", "busy"), gpu("gpu3", 1)]),
-        node(
-            "gpu4",
-            [gpu("gpu4", index, "unknown", reason="last reading is 12 s old") for index in range(16)],
-            state="stale",
-            age_s=12.3,
-            error="no reading for 12 s",
-        ),
+        node("gpu4", old, state="stale", age_s=12.3, error="no reading for 12 s"),
         unread("gpu5", "ssh: no route to host"),
         node("gpu10", [gpu("gpu10", 0, flags=["sick"])]),
         leases=[lease("k3f9", "alice", [("gpu1", 1), ("gpu1", 2)])],
