@@ -21,7 +21,10 @@ from textual.notifications import Notification, Notifications
 
 from gpuboard.board import keys
 from gpuboard.board.app import BoardApp
+from tests.board.launches import Exp
 from tests.conftest import UNTRIED
+from tests.integration.ranks_driver import carriers
+from tests.waiting import until
 
 HERE = Path(__file__).parent
 FRAME_S = 0.02  # longer than textual waits before it draws what has changed
@@ -96,6 +99,18 @@ def no_keeper_is_left(tmp_path: Path) -> Iterator[None]:
             words = (process / "cmdline").read_bytes().split(b"\0")
             if any(word.startswith(f"{tmp_path}/".encode()) and b"/keeper/" in word for word in words):
                 os.kill(int(process.name), signal.SIGKILL)
+
+
+@pytest.fixture
+def exp(tmp_path: Path) -> Iterator[Exp]:
+    """Yield a folder to launch in; what still runs in the end is killed."""
+    found = Exp(tmp_path)
+    yield found
+    for entry in found.entries():
+        if entry.live:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(entry.view.head.pid, signal.SIGKILL)
+            until(lambda entry=entry: not carriers(entry.view.id), "the run's processes to end")  # type: ignore[misc]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

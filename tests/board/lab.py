@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from textual.app import App
 from textual.events import MouseDown, MouseMove, MouseUp
 from textual.pilot import Pilot
@@ -24,12 +26,14 @@ from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings, StateSettings
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Request
+from tests.nvml import Gpu, library, write_script
 from tests.waiting import next_step
 
 # A machine that pauses for some seconds makes no GPU unknown in tests about other things.
 PATIENT = Settings(state=StateSettings(stale_min="1m"))
 # Readings come when the test wants them. They are due at multiples of it since 1970: at 1m one may come at any moment.
 SELDOM = Settings(interval="13d")
+Opened = AsyncIterator[tuple[BoardApp, Pilot[int]]]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -55,6 +59,14 @@ def claims_folder(folder: Path) -> Path:
     return claims
 
 
+def script_gpus(folder: Path, patch: pytest.MonkeyPatch, gpus: Sequence[Gpu]) -> list[Node]:
+    """Return this machine as the node gpu01, with ``gpus`` in place of its own; ``folder / "nvml"`` has them."""
+    write_script(folder / "nvml", gpus, seed=str(folder))
+    patch.setenv("FAKE_NVML", str(folder / "nvml"))
+    patch.setenv("LD_LIBRARY_PATH", str(library()))
+    return [Node(name="gpu01", host=None, claims_dir=str(claims_folder(folder)))]
+
+
 def make_core(folder: Path, nodes: Sequence[Node] | None = None, settings: Settings | None = None) -> Core:
     """Return a core over the demo's two nodes (sim01: 4 GPUs, one of them busy; sim02: 2), not yet started."""
     claims = claims_folder(folder)
@@ -66,9 +78,7 @@ def make_core(folder: Path, nodes: Sequence[Node] | None = None, settings: Setti
 
 
 @asynccontextmanager
-async def board(
-    core: Core, size: tuple[int, int] = (120, 40), *, twice: bool = False
-) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+async def board(core: Core, size: tuple[int, int] = (120, 40), *, twice: bool = False) -> Opened:
     """Run the app over ``core`` until the first scene in which every node has answered and is settled.
 
     ``twice``: over a core of ``SELDOM``, after a second reading of every node; no other comes by itself.
@@ -93,6 +103,24 @@ def ready(app: BoardApp) -> bool:
     """Tell whether every GPU's state is known and drawn: the cursor is on one."""
     drawn = isinstance(app.screen, ClusterScreen) and app.screen.cursor_uuid is not None
     return app.scene is not None and known(app.scene) and drawn
+
+
+def agent_pid(core: Core, node: str) -> int:
+    hello = core.fleet._feeds[node].facts.hello
+    assert hello is not None
+    return hello.pid
+
+
+@contextmanager
+def hung(core: Core, node: str) -> Iterator[int]:
+    """Stop a node's agent within the block; yield its pid."""
+    pid = agent_pid(core, node)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):  # closing the core has ended it
+            os.kill(pid, signal.SIGCONT)
 
 
 def known(scene: Scene) -> bool:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +12,6 @@ from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.launch.runs.index import Runbook, RunEntry
 from tests.board import lab
 from tests.integration.launch_lab import SLEEP, write_torch
-from tests.integration.ranks_driver import carriers
 from tests.waiting import until
 
 FAIL = """
@@ -69,15 +63,3 @@ class Exp:
             return [entry for entry in self.entries() if entry.view.state == "running"]
 
         return until(found, "a run that is running")[0]
-
-
-@contextmanager
-def laboratory(folder: Path) -> Iterator[Exp]:
-    """Yield a folder to launch in; what still runs in the end is killed."""
-    found = Exp(folder)
-    yield found
-    for entry in found.entries():
-        if entry.live:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(entry.view.head.pid, signal.SIGKILL)
-            until(lambda entry=entry: not carriers(entry.view.id), "the run's processes to end")  # type: ignore[misc]

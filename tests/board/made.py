@@ -13,12 +13,13 @@ from textual.pilot import Pilot
 from gpuboard.board.app import BoardApp, SceneChanged
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
+from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.model.gpu import GpuState
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot
-from tests.board.lab import environment, settle
+from tests.board.lab import Opened, environment, settle
 
 GIB = 2**30
 AT = "2026-01-31T12:00:00.000Z"
@@ -140,7 +141,7 @@ async def still(
     settings: Settings | None = None,
     *,
     env: Mapping[str, str] | None = None,
-) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+) -> Opened:
     """Run the app on scenes that the test makes; it begins with ``first``. ``env``: variables that it has, too."""
     core = _Still(nodes, settings or Settings(), {**environment(folder), **(env or {})})
     app = BoardApp(core)
@@ -150,6 +151,16 @@ async def still(
             yield app, pilot
     finally:
         core.close()
+
+
+@asynccontextmanager
+async def at_cluster(
+    folder: Path, first: Scene, size: tuple[int, int] = (120, 40)
+) -> AsyncIterator[tuple[BoardApp, ClusterScreen, Pilot[int]]]:
+    """Run the app as ``still`` does, with its cluster view."""
+    async with still(folder, first, size) as (app, pilot):
+        assert isinstance(app.screen, ClusterScreen)
+        yield app, app.screen, pilot
 
 
 async def next_scene(app: BoardApp, pilot: Pilot[int], shown: Scene) -> None:

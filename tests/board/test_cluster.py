@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from rich.cells import cell_len
-from textual.pilot import Pilot
 from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.arrange import ViewState
 from gpuboard.board.filter.conditions import KEYS
 from gpuboard.board.scene import Scene
-from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.gpu import GpuPanel, GpuScreen
 from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.widgets.grid import Grid
@@ -25,7 +21,20 @@ from gpuboard.board.widgets.picture import Picture
 from gpuboard.board.widgets.table import GpuTable
 from gpuboard.model.snapshot import JobView
 from tests.board.lab import drag, screen, settle
-from tests.board.made import GIB, HOSTILE, awaited, busy, gpu, lease, mig, next_scene, node, scene, still, unread
+from tests.board.made import (
+    GIB,
+    HOSTILE,
+    at_cluster,
+    awaited,
+    busy,
+    gpu,
+    lease,
+    mig,
+    next_scene,
+    node,
+    scene,
+    unread,
+)
 
 
 def lab(**changes: Any) -> Scene:
@@ -52,15 +61,6 @@ def lab(**changes: Any) -> Scene:
 LETTERS = (120, 16)  # too few lines for wide cells
 
 
-@asynccontextmanager
-async def opened(
-    folder: Path, first: Scene | None = None, size: tuple[int, int] = (120, 40)
-) -> AsyncIterator[tuple[BoardApp, ClusterScreen, Pilot[int]]]:
-    async with still(folder, first or lab(), size) as (app, pilot):
-        assert isinstance(app.screen, ClusterScreen)
-        yield app, app.screen, pilot
-
-
 def lines(grid: Grid) -> list[str]:
     drawn = (grid.render_line(y).text.rstrip() for y in range(1, grid.size.height))
     return [line for line in drawn if line]
@@ -71,7 +71,7 @@ def status(app: BoardApp) -> str:
 
 
 async def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
-    async with opened(tmp_path, size=LETTERS) as (_, shown, _):
+    async with at_cluster(tmp_path, lab(), LETTERS) as (_, shown, _):
         assert [line[:61].rstrip() for line in lines(shown.grid)] == [
             "gpu1   up          B B!RzF  X                            1/5",
             "gpu2   up          F F                                   2/2",
@@ -100,7 +100,8 @@ async def test_a_narrow_terminal_names_the_users_and_signs_that_matter(tmp_path:
 
 
 async def test_a_node_without_an_answer_yet_is_connecting_not_unreachable(tmp_path: Path) -> None:
-    async with opened(tmp_path, scene(awaited("gpu1"), unread("gpu2", "ssh: no route to host"))) as (app, shown, pilot):
+    nodes = awaited("gpu1"), unread("gpu2", "ssh: no route to host")
+    async with at_cluster(tmp_path, scene(*nodes)) as (app, shown, pilot):
         assert lines(shown.grid) == ["gpu1   connecting  no answer yet", "gpu2   unreachable ssh: no route to host"]
         assert "1 unreachable · 1 connecting" in screen(app)
         await pilot.press("t")
@@ -113,7 +114,7 @@ async def test_a_node_without_an_answer_yet_is_connecting_not_unreachable(tmp_pa
 
 
 async def test_the_table_shows_every_gpu_and_mig_device(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (_, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (_, shown, pilot):
         await pilot.press("t")
         drawn = lines(shown.grid)
         assert len(drawn) == 5 + 2 + 4 + 16 + 1 + 1
@@ -134,7 +135,7 @@ async def test_what_is_unknown_is_never_blank_nor_zero(tmp_path: Path) -> None:
         temperature=None, power=None, power_limit=None, processes=None,
     )  # fmt: skip
     bare = node("gpu1", [nothing], age_s=None, cpu_percent=None, memory_used=None, memory_total=None)
-    async with opened(tmp_path, scene(bare, unread("gpu2"))) as (_, shown, pilot):
+    async with at_cluster(tmp_path, scene(bare, unread("gpu2"))) as (_, shown, pilot):
         drawn = [line.split() for line in lines(shown.grid)]
         assert drawn == [
             ["gpu1", "up", "?", "0/1", "H100", "80GB"],
@@ -151,7 +152,7 @@ async def test_few_nodes_have_cells_with_meters_and_users(tmp_path: Path) -> Non
     one = node("gpu1", [busy("gpu1", 0, "alice", flags=["rogue"]), gpu("gpu1", 1), mig("gpu1", 2, "free", "busy")])
     few = scene(one, node("gpu2", [busy("gpu2", 0, None)], state="stale", age_s=12.0, error="no reading for 12 s"),
                 unread("gpu3", "ssh: no route to host"))  # fmt: skip
-    async with opened(tmp_path, few, (100, 24)) as (_, shown, pilot):
+    async with at_cluster(tmp_path, few, (100, 24)) as (_, shown, pilot):
         drawn = lines(shown.grid)
         assert [line.split()[:2] for line in drawn[:3]] == [["gpu1", "up"], ["H100", "80GB"], ["CPU", "╸────"]]
         assert drawn[0].split("B!")[1].split()[:-3] == ["━" * 13 + "╸─", "90%", "F", "─" * 15, "0%", "M"]
@@ -175,7 +176,7 @@ async def test_few_nodes_have_cells_with_meters_and_users(tmp_path: Path) -> Non
 
 async def test_a_large_node_takes_several_rows_of_wide_cells(tmp_path: Path) -> None:
     large = node("gpu1", [busy("gpu1", index) if index in {3, 12} else gpu("gpu1", index) for index in range(16)])
-    async with opened(tmp_path, scene(large, node("gpu2", [gpu("gpu2", 0)])), (120, 34)) as (_, shown, pilot):
+    async with at_cluster(tmp_path, scene(large, node("gpu2", [gpu("gpu2", 0)])), (120, 34)) as (_, shown, pilot):
         starts = [line.split()[:3] for line in lines(shown.grid) if "━" in line or "──" in line]
         assert [start for start in starts if start[0] in {"gpu1", "GPU", "gpu2"}] == [
             ["gpu1", "up", "F"], ["GPU", "8-15", "F"], ["gpu2", "up", "F"],
@@ -196,7 +197,7 @@ async def test_cells_without_readings_have_a_letter_and_a_user(tmp_path: Path) -
     job = JobView(id="7", user="bob", partition="gpu", until=None)
     bare = node("gpu2", [gpu("gpu2", 0, "allocated", jobs=[job], **nothing), gpu("gpu2", 1, **nothing)],
                 cpu_percent=None, memory_total=None)  # fmt: skip
-    async with opened(tmp_path, scene(bare, node("gpu1", [gpu("gpu1", 0)])), (100, 24)) as (app, shown, pilot):
+    async with at_cluster(tmp_path, scene(bare, node("gpu1", [gpu("gpu1", 0)])), (100, 24)) as (app, shown, pilot):
         drawn = [line.split() for line in lines(shown.grid) if "gpu1" not in line][-3:]
         assert drawn == [["gpu2", "up", "A", "F", "1/2"], ["H100", "80GB", "bob"], ["no", "readings"]]
         await next_scene(app, pilot, scene(bare, msgspec.structs.replace(bare, name="gpu3")))
@@ -204,7 +205,7 @@ async def test_cells_without_readings_have_a_letter_and_a_user(tmp_path: Path) -
 
 
 async def test_arrows_walk_over_gpus_and_keep_their_column(tmp_path: Path) -> None:
-    async with opened(tmp_path, size=LETTERS) as (_, shown, pilot):
+    async with at_cluster(tmp_path, lab(), LETTERS) as (_, shown, pilot):
         visited = [shown.cursor_uuid]
         for key in (*["right"] * 3, *["down"] * 5, "up", "up", "left", "home", "left"):
             await pilot.press(key)
@@ -218,7 +219,7 @@ async def test_arrows_walk_over_gpus_and_keep_their_column(tmp_path: Path) -> No
 
 
 async def test_keys_select_in_the_picture(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (app, shown, pilot):
         assert shown.targets() == ["GPU-gpu1-0"]
         await pilot.press("space", "right", "shift+right", "shift+down")
         assert shown.targets() == ["GPU-gpu1-0", "GPU-gpu1-2", "GPU-gpu1-3", "GPU-gpu2-1"]
@@ -232,7 +233,7 @@ async def test_keys_select_in_the_picture(tmp_path: Path) -> None:
 
 
 async def test_enter_opens_the_gpu_and_n_its_node(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (app, shown, pilot):
         await pilot.press("right", "enter")
         await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and app.screen.uuid == "GPU-gpu1-1")
         await pilot.press("escape", "n")
@@ -246,7 +247,7 @@ async def test_enter_opens_the_gpu_and_n_its_node(tmp_path: Path) -> None:
 
 
 async def test_picture_and_table_share_cursor_and_selection(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (_, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (_, shown, pilot):
         await pilot.press("space", "down", "t")
         assert shown.view.view == "table"
         assert (shown.cursor_uuid, shown.targets()) == ("GPU-gpu2-1", ["GPU-gpu1-0"])
@@ -261,7 +262,7 @@ async def test_picture_and_table_share_cursor_and_selection(tmp_path: Path) -> N
 
 
 async def test_the_selection_survives_sort_filter_group_and_what_vanishes(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (app, shown, pilot):
         await pilot.press("t", "down", "down", "space", "space")
         selected = ["GPU-gpu1-2", "GPU-gpu1-3"]
         assert shown.cursor_uuid == "GPU-gpu1-4"
@@ -282,7 +283,7 @@ async def test_the_selection_survives_sort_filter_group_and_what_vanishes(tmp_pa
 
 
 async def test_the_filter_looks_through_what_is_typed(tmp_path: Path) -> None:
-    async with opened(tmp_path, size=LETTERS) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab(), LETTERS) as (app, shown, pilot):
         await pilot.press("slash", *"user:carol")
         await pilot.pause()
         assert [line[:29] for line in lines(shown.grid)] == ["gpu1   up          b B!rzf  x"]
@@ -307,7 +308,7 @@ async def test_the_filter_looks_through_what_is_typed(tmp_path: Path) -> None:
 
 
 async def test_the_hint_for_filters_is_complete_and_slash_is_part_of_it(tmp_path: Path) -> None:
-    async with opened(tmp_path, size=(80, 24)) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab(), (80, 24)) as (app, shown, pilot):
         assert " / Filter " in screen(app)
         await pilot.press("slash", *"what:x")
         await pilot.pause()
@@ -322,13 +323,13 @@ async def test_the_hint_for_filters_is_complete_and_slash_is_part_of_it(tmp_path
 
 
 async def test_down_leads_from_the_filter_to_the_rows(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (_, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (_, shown, pilot):
         await pilot.press("slash", *"l40s", "down", "right")
         assert (shown.grid.has_focus, shown.cursor_uuid) == (True, "GPU-gpu2-1")
 
 
 async def test_the_header_of_a_column_that_does_not_sort(tmp_path: Path) -> None:
-    async with opened(tmp_path, size=(140, 40)) as (_, shown, pilot):
+    async with at_cluster(tmp_path, lab(), (140, 40)) as (_, shown, pilot):
         await pilot.press("t")
         column = next(x for x in range(shown.grid.size.width) if shown.grid.column_at(x) == "spark")
         await pilot.click(GpuTable, offset=(column, 0))
@@ -337,7 +338,7 @@ async def test_the_header_of_a_column_that_does_not_sort(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("view", ["picture", "table"])
 async def test_headers_and_keys_sort(tmp_path: Path, view: str) -> None:
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (app, shown, pilot):
         if view == "table":
             await pilot.press("t")
         grid = shown.grid
@@ -357,7 +358,7 @@ async def test_headers_and_keys_sort(tmp_path: Path, view: str) -> None:
 
 
 async def test_groups_have_headings_and_count(tmp_path: Path) -> None:
-    async with opened(tmp_path, size=LETTERS) as (_, shown, pilot):
+    async with at_cluster(tmp_path, lab(), LETTERS) as (_, shown, pilot):
         await pilot.press("g", "g", "g")
         assert shown.view.group == "user"
         assert [line[:50].rstrip() for line in lines(shown.grid)][:6] == [
@@ -376,7 +377,7 @@ async def test_groups_have_headings_and_count(tmp_path: Path) -> None:
 
 
 async def test_a_node_without_gpus_is_itself_in_every_group(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (app, shown, pilot):
         app.go_to("node:gpu5")
         found = []
         for key in ("g", "g", "t", "g", "t", "g", "t", "g"):
@@ -386,9 +387,9 @@ async def test_a_node_without_gpus_is_itself_in_every_group(tmp_path: Path) -> N
 
 
 async def test_the_view_is_kept_between_starts(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (app, shown, pilot):
         await pilot.press("t", "s", "j", "j", "enter", "S", "g", "slash", *"state:free", "enter", "q")
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (app, shown, pilot):
         assert shown.view == ViewState(view="table", sort="model", reverse=True, group="node", filter="state:free")
         assert shown.field.display
         assert status(app).startswith("6 GPUs match  by model ▼  grouped by node")
@@ -396,7 +397,7 @@ async def test_the_view_is_kept_between_starts(tmp_path: Path) -> None:
 
 
 async def test_banners_and_simulation_are_shown(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, _, pilot):
+    async with at_cluster(tmp_path, lab()) as (app, _, pilot):
         assert "SIMULATED" not in screen(app)
         invented = node("sim01", [gpu("sim01", 0)], source="simulated")
         await next_scene(app, pilot, scene(invented, banners=("The ledger [x] does not answer",)))
@@ -407,7 +408,7 @@ async def test_banners_and_simulation_are_shown(tmp_path: Path) -> None:
 
 
 async def test_a_wide_terminal_shows_the_cursors_gpu_beside(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (app, shown, pilot):
         assert not shown.query_one(GpuPanel).display
         await pilot.resize_terminal(200, 60)
         await settle(pilot, lambda: "GPU-gpu1-0" in screen(app))
@@ -420,7 +421,7 @@ async def test_a_wide_terminal_shows_the_cursors_gpu_beside(tmp_path: Path) -> N
 
 
 async def test_a_key_moves_hides_and_shows_the_detail_pane_for_the_next_start_too(tmp_path: Path) -> None:
-    async with opened(tmp_path, size=(200, 60)) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab(), (200, 60)) as (app, shown, pilot):
         pane = shown.query_one(GpuPanel)
         assert (pane.region.x, pane.size.height) == (200 - 64, shown.grid.size.height)
         await pilot.press("p")
@@ -429,7 +430,7 @@ async def test_a_key_moves_hides_and_shows_the_detail_pane_for_the_next_start_to
         await pilot.press("p")
         await settle(pilot, lambda: not pane.display)
         await pilot.press("q")
-    async with opened(tmp_path, size=(200, 60)) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab(), (200, 60)) as (app, shown, pilot):
         pane = shown.query_one(GpuPanel)
         assert not pane.display
         await pilot.press("p")
@@ -443,12 +444,12 @@ async def test_a_key_moves_hides_and_shows_the_detail_pane_for_the_next_start_to
 
 
 async def test_an_empty_inventory_shows_what_to_do(tmp_path: Path) -> None:
-    async with opened(tmp_path, scene()) as (app, _, _):
+    async with at_cluster(tmp_path, scene()) as (app, _, _):
         assert "No nodes." in screen(app)
 
 
 async def test_going_to_a_gpu_takes_a_filter_away_that_hides_it(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (app, shown, pilot):
         await pilot.press("slash", *"l40s", "enter")
         app.go_to("GPU-gpu2-1")
         assert (shown.cursor_uuid, shown.view.filter) == ("GPU-gpu2-1", "l40s")
@@ -466,7 +467,7 @@ async def test_hostile_text_leaves_columns_aligned(
     rows = [node(f"gpu{n}", [busy(f"gpu{n}", 0, text, reason=text, name=text)]) for n, text in enumerate(HOSTILE)]
     rows += [node(text, [gpu(f"n{n}", 0)], error=text) for n, text in enumerate(HOSTILE[:4])]
     rows += [unread(f"{text}-u", text) for text in HOSTILE]
-    async with opened(tmp_path, scene(*rows), size) as (_, shown, pilot):
+    async with at_cluster(tmp_path, scene(*rows), size) as (_, shown, pilot):
         await pilot.press(*keys)
         await pilot.pause()
         grid = shown.grid
@@ -479,7 +480,7 @@ async def test_hostile_text_leaves_columns_aligned(
 
 
 async def test_the_first_gpus_values_change_and_nothing_moves(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (app, _, pilot):
+    async with at_cluster(tmp_path, lab()) as (app, _, pilot):
         await pilot.press("t")
         before = screen(app).splitlines()
         changes = {"utilization": 7, "memory_used": 5 * GIB, "power": 88.0, "temperature": 9}

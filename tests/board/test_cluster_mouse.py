@@ -10,11 +10,12 @@ from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.widgets.pane import Summary
 from gpuboard.board.widgets.picture import Picture
 from tests.board.lab import drag, screen, settle
-from tests.board.test_cluster import LETTERS, opened, status
+from tests.board.made import at_cluster
+from tests.board.test_cluster import LETTERS, lab, status
 
 
 async def test_dragging_over_the_picture_selects_a_block_of_gpus(tmp_path: Path) -> None:
-    async with opened(tmp_path, size=LETTERS) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab(), LETTERS) as (app, shown, pilot):
         left = len(" gpu1   up          ")
         grid = shown.grid
         await drag(pilot, grid, (left + 2, 1), (left + 4, 1), (left + 4, 2))  # GPU 1 of gpu1, 2 of gpu2, which has none
@@ -38,14 +39,14 @@ async def test_dragging_over_the_picture_selects_a_block_of_gpus(tmp_path: Path)
 
 
 async def test_dragging_over_the_table_selects_rows(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (_, shown, pilot):
+    async with at_cluster(tmp_path, lab()) as (_, shown, pilot):
         await pilot.press("t")
         await drag(pilot, shown.grid, (30, 5), (30, 6), (30, 7))
         assert shown.targets() == ["GPU-gpu1-4", "GPU-gpu2-0", "GPU-gpu2-1"]
 
 
 async def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
-    async with opened(tmp_path, size=LETTERS) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab(), LETTERS) as (app, shown, pilot):
         left = len(" gpu1   up          ")
         await pilot.click(Picture, offset=(left + 2 * 4 + 1, 1))  # beyond the gap after four
         assert shown.cursor_uuid == "GPU-gpu1-4"
@@ -65,7 +66,7 @@ async def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
 
 
 async def test_a_click_on_a_count_of_the_header_shows_only_these(tmp_path: Path) -> None:
-    async with opened(tmp_path, size=(160, 40)) as (app, shown, pilot):
+    async with at_cluster(tmp_path, lab(), (160, 40)) as (app, shown, pilot):
         counts = screen(app).splitlines()
         for row, words, wanted in (
             (1, "2 busy", "state:busy,occupied"),

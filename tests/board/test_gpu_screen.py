@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from textual.pilot import Pilot
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.history import DAY, SPANS, History
@@ -22,14 +20,13 @@ from gpuboard.board.screens.gpu import GpuPanel, GpuScreen
 from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Pane
-from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.model.gpu import Sensors
 from gpuboard.model.snapshot import ProcessView, XidView
 from tests import nvml
-from tests.board.lab import board, claims_folder, environment, make_core, screen, settle
+from tests.board.lab import Opened, board, environment, make_core, screen, script_gpus, settle
 from tests.board.made import AT, GIB, busy, gpu, lease, next_scene, node, scene, still
-from tests.nvml import Gpu, library, write_script
+from tests.nvml import Gpu, write_script
 
 HOSTILE = "漢字\u0301 [/b] [red]x 🏳️‍🌈 א " * 30
 
@@ -64,9 +61,7 @@ def shows(app: BoardApp, words: str) -> bool:
 
 
 @asynccontextmanager
-async def opened(
-    folder: Path, first: Scene | None = None, size: tuple[int, int] = (120, 50)
-) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+async def opened(folder: Path, first: Scene | None = None, size: tuple[int, int] = (120, 50)) -> Opened:
     async with still(folder, first or lab(), size) as (app, pilot):
         await app.push_screen(GpuScreen("GPU-gpu1-1"))
         await settle(pilot, lambda: isinstance(app.screen, GpuScreen) and "gpu1  GPU" in screen(app))
@@ -255,27 +250,23 @@ async def test_the_panel_follows_the_cursor_also_to_nothing(tmp_path: Path) -> N
 async def test_a_real_gpu_that_is_lost_while_its_screen_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "script"
     mine = ("compute", os.getpid(), 7 * GIB)
     first = Gpu(gpm={2: 85, 5: 61}, throughput=(5000, 7000))  # GPM without PCIe: from the counters
-    write_script(script, [first, msgspec.structs.replace(first, used=7 * GIB, utilization=80, processes=(mine,))])
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(library()))
-    monkeypatch.setenv("FAKE_NVML", str(script))
-    core = make_core(
-        tmp_path, [Node(name="here", host=None, claims_dir=str(claims_folder(tmp_path)))], Settings(interval="0.2s")
-    )
+    second = msgspec.structs.replace(first, used=7 * GIB, utilization=80, processes=(mine,))
+    core = make_core(tmp_path, script_gpus(tmp_path, monkeypatch, [first, second]), Settings(interval="0.2s"))
     async with board(core, (120, 60)) as (app, pilot):
         assert app.scene is not None
-        lost = app.scene.nodes["here"].gpus[1]
+        lost = app.scene.nodes["gpu01"].gpus[1]
         await app.push_screen(GpuScreen(lost.uuid))
         await settle(
             pilot, lambda: "Utilization  80 %" in screen(app) and "none while gpuboard was connected" in screen(app)
         )
         await settle(pilot, lambda: "SM 85 %   tensor 61 %" in screen(app) and "in 7.0 MB/s" in screen(app))
-        assert [gpu.sensors and gpu.sensors.pcie_sent for gpu in core.scene().nodes["here"].gpus] == [None, 5_000_000]
+        assert [gpu.sensors and gpu.sensors.pcie_sent for gpu in core.scene().nodes["gpu01"].gpus] == [None, 5_000_000]
         grid = app.screen.query_one("#processes", Grid)
         assert [row.key.split(":")[0] for row in grid._rows] == [str(os.getpid())]
-        write_script(script, [Gpu(), Gpu(xids=(79,), trouble=(f"fault * {nvml.LOST}",))])
+        lost_too = Gpu(xids=(79,), trouble=(f"fault * {nvml.LOST}",))
+        write_script(tmp_path / "nvml", [Gpu(), lost_too], seed=str(tmp_path))
         await settle(pilot, lambda: "GPU is lost" in screen(app) and "X broken" in screen(app))
         await settle(pilot, lambda: "XID          warn 79" in screen(app))
         assert "Utilization  80 %" in screen(app)  # what was last seen

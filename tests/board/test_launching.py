@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from gpuboard.launch.runs.index import Runbook
 from gpuboard.launch.target import Target
 from gpuboard.model.request import Pick, Request
 from tests.board import lab
-from tests.board.launches import Exp, laboratory
+from tests.board.launches import Exp
 from tests.waiting import until
 
 # Words → the command line
@@ -91,12 +90,6 @@ def test_nodes_that_no_configuration_has_are_handed_on(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("[1]")
     with pytest.raises(UsageError, match="not an inventory"):
         read_nodes(tmp_path / "nodes")
-
-
-@pytest.fixture
-def exp(tmp_path: Path) -> Iterator[Exp]:
-    with laboratory(tmp_path) as found:
-        yield found
 
 
 # Starting, without the board around it

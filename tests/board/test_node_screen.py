@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
-from textual.pilot import Pilot
 
-from gpuboard.board.app import BoardApp
-from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.gpu import GpuScreen
 from gpuboard.board.screens.node import NodeScreen
@@ -21,7 +17,7 @@ from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Pane
 from gpuboard.config import Settings, StateSettings
 from gpuboard.model.gpu import Sensors
-from tests.board.lab import board, make_core, screen, settle
+from tests.board.lab import Opened, agent_pid, board, hung, make_core, screen, settle
 from tests.board.made import busy, gpu, lease, mig, next_scene, node, scene, still, unread
 
 CURE = "ssh: the host key of gpu10 is unknown; compare it and add it to ~/.ssh/known_hosts"
@@ -44,19 +40,11 @@ def lab() -> Scene:
 
 
 @asynccontextmanager
-async def opened(
-    folder: Path, name: str, size: tuple[int, int] = (120, 40)
-) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+async def opened(folder: Path, name: str, size: tuple[int, int] = (120, 40)) -> Opened:
     async with still(folder, lab(), size) as (app, pilot):
         await app.push_screen(NodeScreen(name))
         await settle(pilot, lambda: isinstance(app.screen, NodeScreen) and "Connection" in screen(app))
         yield app, pilot
-
-
-def agent_pid(core: Core, name: str) -> int:
-    hello = core.fleet._feeds[name].facts.hello
-    assert hello is not None
-    return hello.pid
 
 
 async def test_activity_is_beside_utilization_where_there_is_room_and_a_gpu_reports_it(tmp_path: Path) -> None:
@@ -215,15 +203,11 @@ async def test_a_real_node_that_stops_answering_while_its_screen_is_open(tmp_pat
     async with board(core) as (app, pilot):
         await app.push_screen(NodeScreen("sim01"))
         await settle(pilot, lambda: "Connection   up" in screen(app))
-        pid = agent_pid(core, "sim01")
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with hung(core, "sim01"):
             await settle(pilot, lambda: "stale: connected, but no new reading" in screen(app))
             grid = app.screen.query_one("#gpus", Grid)
             await settle(pilot, lambda: {row.dim for row in grid._rows} == {True})
             assert "?  unknown" in screen(app) and "F  free" not in screen(app)
-        finally:
-            os.kill(pid, signal.SIGCONT)
         await settle(pilot, lambda: "Connection   up" in screen(app) and "F  free" in screen(app))
         feed = core.fleet._feeds["sim01"]
         with pytest.MonkeyPatch.context() as patch:

@@ -5,26 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from gpuboard.cluster.inventory.file import VARIABLE, write_nodes
 from gpuboard.launch.runs.folder import FINAL
 from gpuboard.launch.runs.index import RunEntry
-from tests.board.launches import Exp, laboratory
+from tests.board.launches import Exp
 from tests.board.pty_lab import Terminal
 from tests.integration.ranks_driver import carriers
 from tests.waiting import Stopwatch, until
-
-
-@pytest.fixture
-def exp(tmp_path: Path) -> Iterator[Exp]:
-    with laboratory(tmp_path) as found:
-        yield found
-
 
 _UP = "\x1b[A"
 

@@ -16,9 +16,8 @@ from gpuboard.board.core import Core
 from gpuboard.board.dialogs.base import Choose, Confirm
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.gpu import GpuScreen
-from gpuboard.cluster.inventory.nodes import Node
 from tests.board import lab, other
-from tests.nvml import GIB, Gpu, library, write_script
+from tests.nvml import GIB, Gpu
 
 Sleeper = Callable[..., subprocess.Popen[bytes]]
 
@@ -39,13 +38,8 @@ def sleeper() -> Iterator[Sleeper]:
 
 def core_with(folder: Path, patch: pytest.MonkeyPatch, *gpus: tuple[int, ...]) -> Core:
     """Return a core over this machine with a scripted GPU for each of ``gpus``, on which those processes run."""
-    script = folder / "nvml"
     made = [Gpu(used=2 * GIB, processes=tuple(("compute", pid, GIB) for pid in pids)) for pids in gpus]
-    write_script(script, made, seed=str(folder))
-    patch.setenv("FAKE_NVML", str(script))
-    patch.setenv("LD_LIBRARY_PATH", str(library()))
-    claims = str(lab.claims_folder(folder))
-    return lab.make_core(folder, [Node(name="gpu01", host=None, claims_dir=claims)])
+    return lab.make_core(folder, lab.script_gpus(folder, patch, made))
 
 
 def notes(app: BoardApp) -> list[str]:

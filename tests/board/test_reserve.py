@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
@@ -16,14 +15,13 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.reserve import ReserveDialog, open_reserve
 from gpuboard.board.operations import Attempt
-from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
 from gpuboard.errors import Interrupted
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Request
 from tests.board import lab, other
-from tests.nvml import Gpu, library, write_script
+from tests.nvml import Gpu
 from tests.waiting import Stopwatch, until
 
 
@@ -51,15 +49,12 @@ async def open_for(app: BoardApp, pilot: Pilot[int], which: Sequence[str]) -> Re
 
 
 async def test_the_toast_has_the_messages_about_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_script(tmp_path / "script", [Gpu(remap=(1, 0))])
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(library()))
-    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "script"))
-    core = lab.make_core(tmp_path, [Node(name="here", host=None, claims_dir=str(lab.claims_folder(tmp_path)))])
+    core = lab.make_core(tmp_path, lab.script_gpus(tmp_path, monkeypatch, [Gpu(remap=(1, 0))]))
     async with lab.board(core) as (app, pilot):
-        await open_for(app, pilot, uuids(app, "here", 0))
-        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve here GPU 0"))
+        await open_for(app, pilot, uuids(app, "gpu01", 0))
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve gpu01 GPU 0"))
         await pilot.press("enter")
-        await lab.settle(pilot, lambda: lab.told(app, "here:0 is sick: row"))
+        await lab.settle(pilot, lambda: lab.told(app, "gpu01:0 is sick: row"))
         end_all(core)
 
 
@@ -189,27 +184,16 @@ async def test_no_other_set_is_left_after_a_conflict(tmp_path: Path) -> None:
             await pilot.press("escape")
 
 
-def hung(core: Core, node: str) -> int:
-    hello = core.fleet._feeds[node].facts.hello
-    assert hello is not None
-    os.kill(hello.pid, signal.SIGSTOP)
-    return hello.pid
-
-
 @contextlib.asynccontextmanager
 async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int]) -> AsyncIterator[int]:
     """Reserve over two nodes, the second of which hangs within the block; yield its pid. Nothing is left afterwards."""
     await open_for(app, pilot, [])
     await fill(pilot, "gpus", "5")
     await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPUs 0,2-3 and sim02 GPUs 0-1"))
-    pid = hung(core, "sim02")
-    try:
+    with lab.hung(core, "sim02") as pid:
         await pilot.press("enter")
         await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
         yield pid
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # closing the core has ended it
-            os.kill(pid, signal.SIGCONT)
     await lab.settle(pilot, lambda: core.operations._reserving == set() and lab.claims(tmp_path) == [])
 
 

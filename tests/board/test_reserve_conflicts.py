@@ -11,23 +11,15 @@ from pathlib import Path
 import pytest
 
 from gpuboard.board.app import BoardApp
+from gpuboard.board.core import Core
 from gpuboard.board.dialogs.reserve import ReserveDialog, open_reserve
-from gpuboard.cluster.inventory.nodes import Node
 from tests.board import lab
-from tests.nvml import GIB, Gpu, library, write_script
+from tests.nvml import GIB, Gpu, write_script
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "nvml"
-    write_script(path, [Gpu()] * 4, seed=str(tmp_path))
-    monkeypatch.setenv("FAKE_NVML", str(path))
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(library()))
-    return path
-
-
-def nodes(folder: Path) -> list[Node]:
-    return [Node(name="gpu01", host=None, claims_dir=str(lab.claims_folder(folder)))]
+def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Core:
+    return lab.make_core(tmp_path, lab.script_gpus(tmp_path, monkeypatch, [Gpu()] * 4), lab.SELDOM)
 
 
 def gpuboard(folder: Path, *args: str) -> str:
@@ -42,8 +34,7 @@ def picks(app: BoardApp, *indexes: int) -> list[str]:
     return [gpu.uuid for gpu in app.scene.nodes["gpu01"].gpus if gpu.index in indexes]
 
 
-async def test_another_gpuboard_was_quicker(tmp_path: Path, script: Path) -> None:
-    core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
+async def test_another_gpuboard_was_quicker(tmp_path: Path, core: Core) -> None:
     async with lab.board(core, twice=True) as (app, pilot):
         open_reserve(app, picks(app, 0, 1))
         await lab.settle(pilot, lambda: lab.shown(app, "Will reserve gpu01 GPUs 0-1"))
@@ -61,13 +52,12 @@ async def test_another_gpuboard_was_quicker(tmp_path: Path, script: Path) -> Non
         assert list((tmp_path / "claims").glob("gpuboard.GPU-*")) == []
 
 
-async def test_a_process_moved_in(tmp_path: Path, script: Path) -> None:
-    core = lab.make_core(tmp_path, nodes(tmp_path), lab.SELDOM)
+async def test_a_process_moved_in(tmp_path: Path, core: Core) -> None:
     async with lab.board(core, twice=True) as (app, pilot):
         open_reserve(app, picks(app, 2))
         await lab.settle(pilot, lambda: lab.shown(app, "Will reserve gpu01 GPU 2"))
         gpus = [Gpu(), Gpu(), Gpu(used=3 * GIB, processes=(("compute", os.getpid(), 3 * GIB),)), Gpu()]
-        write_script(script, gpus, seed=str(tmp_path))
+        write_script(tmp_path / "nvml", gpus, seed=str(tmp_path))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: lab.shown(app, "Not reserved: gpu01:2 is busy", str(os.getpid())))
         await lab.settle(pilot, lambda: lab.shown(app, "Will reserve gpu01 GPU 0"))

@@ -334,9 +334,7 @@ IGNORE = (
 
 
 @asynccontextmanager
-async def beside(
-    launch: Launch, folder: Path, size: tuple[int, int] = (120, 40)
-) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+async def beside(launch: Launch, folder: Path, size: tuple[int, int] = (120, 40)) -> lab.Opened:
     """The board over the state folder of a launch in another terminal, at its runs."""
     launch.wait_for("up", times=2)
     board = lab.environment(folder)

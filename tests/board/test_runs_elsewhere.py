@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import msgspec
 import pytest
-from textual.pilot import Pilot
 
-from gpuboard.board.app import BoardApp
 from gpuboard.board.dialogs.base import Dialog
 from gpuboard.board.screens.logs import LogScreen
 from gpuboard.board.screens.runs import RunsScreen, StopConfirm
@@ -41,7 +39,7 @@ def far(tmp_path: Path) -> Iterator[Sshd]:
 
 
 @asynccontextmanager
-async def opened(folder: Path, sshd: Sshd, *nodes: Node) -> AsyncIterator[tuple[BoardApp, Pilot[int]]]:
+async def opened(folder: Path, sshd: Sshd, *nodes: Node) -> lab.Opened:
     """The board of another host at its runs."""
     settings = Settings(ssh_config=str(sshd.ssh_config))
     async with made.still(folder, made.scene(), nodes=nodes, settings=settings) as (app, pilot):

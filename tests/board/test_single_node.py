@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
-from textual.pilot import Pilot
 
-from gpuboard.board.app import BoardApp
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.widgets.single_node import MeterGrid, ProcessGrid, SingleNode
 from gpuboard.board.widgets.table import GpuTable
 from gpuboard.model.gpu import Sensors
 from tests.board.lab import screen, settle
-from tests.board.made import GIB, busy, gpu, lease, mig, next_scene, node, scene, still, unread
+from tests.board.made import GIB, at_cluster, busy, gpu, lease, mig, next_scene, node, scene, unread
 
 
 def eight(**changes: object) -> Scene:
@@ -28,13 +25,7 @@ def eight(**changes: object) -> Scene:
     return scene(msgspec.structs.replace(made, **changes), leases=[lease("k3f9", "alice", [("dgx", 0)])])
 
 
-@asynccontextmanager
-async def opened(
-    folder: Path, first: Scene, size: tuple[int, int] = (120, 34)
-) -> AsyncIterator[tuple[BoardApp, ClusterScreen, Pilot[int]]]:
-    async with still(folder, first, size) as (app, pilot):
-        assert isinstance(app.screen, ClusterScreen)
-        yield app, app.screen, pilot
+opened = partial(at_cluster, size=(120, 34))
 
 
 def rows(shown: ClusterScreen) -> list[str]:
@@ -65,7 +56,8 @@ async def test_the_last_line_of_a_row_has_what_the_driver_reports_besides(
 ) -> None:
     reports = [Sensors(performance_state=0, sm_clock=1980, fan=34), Sensors(performance_state=12, sm_clock=345), None]
     gpus = [busy("dgx", at, "chrysanthemum", sensors=read) for at, read in enumerate(reports)]
-    async with opened(tmp_path, eight(gpus=[*gpus, *(gpu("dgx", at) for at in range(3, 8))]), size) as (_, shown, _):
+    gpus += [gpu("dgx", at) for at in range(3, 8)]
+    async with opened(tmp_path, eight(gpus=gpus), size=size) as (_, shown, _):
         lines = [" ".join(re.sub("[⠀-⣿]", "", line).split()[2:]) for line in rows(shown)]  # without model and curve
         reason = "chrysanthemum: python (pid 400{})"  # its column cuts the name
         found = [line for line in lines if line.startswith("chrysanthemum:")]
@@ -76,7 +68,7 @@ async def test_the_last_line_of_a_row_has_what_the_driver_reports_besides(
     ("size", "tall"), [((80, 24), 1), ((120, 34), 2), ((120, 38), 3), ((160, 48), 4), ((220, 70), 7)]
 )
 async def test_rows_are_as_tall_as_the_screen_allows(tmp_path: Path, size: tuple[int, int], tall: int) -> None:
-    async with opened(tmp_path, eight(), size) as (app, shown, pilot):
+    async with opened(tmp_path, eight(), size=size) as (app, shown, pilot):
         first = [line.split()[0] for line in rows(shown)[:: max(1, tall)]]
         assert first == [str(index) for index in range(8)]
         drawn = screen(app).splitlines()
@@ -106,7 +98,7 @@ async def test_rows_of_two_lines_have_a_curve_of_two_lines_beside_the_reason(tmp
 
 async def test_a_meter_is_as_long_as_its_value(tmp_path: Path) -> None:
     halves = [gpu("dgx", 0, utilization=50, memory_used=40 * GIB, power=350.0, power_limit=700.0)]
-    async with opened(tmp_path, scene(node("dgx", halves)), (200, 30)) as (_, shown, _):
+    async with opened(tmp_path, scene(node("dgx", halves)), size=(200, 30)) as (_, shown, _):
         line = rows(shown)[0]
         assert line.count("━") == pytest.approx(line.count("─"), abs=2)
         assert line.count("━") > 20
@@ -118,7 +110,7 @@ async def test_unknown_is_a_question_mark_and_no_meter(tmp_path: Path) -> None:
         temperature=None, power=None, power_limit=None, processes=None,
     )  # fmt: skip
     bare = node("dgx", [nothing], age_s=None, cpu_percent=None, memory_used=None, memory_total=None)
-    async with opened(tmp_path, scene(bare), (80, 12)) as (_, shown, _):
+    async with opened(tmp_path, scene(bare), size=(80, 12)) as (_, shown, _):
         assert rows(shown)[0].split() == ["0", "?", "unknown", "?", "?/?G", "?W", "?", "?"]
 
 
@@ -138,7 +130,7 @@ async def test_keys_and_mouse_act_on_whole_rows(tmp_path: Path) -> None:
 
 async def test_small_terminals_scroll_to_the_cursor(tmp_path: Path) -> None:
     many = scene(node("dgx", [gpu("dgx", index) for index in range(16)]))
-    async with opened(tmp_path, many, (80, 12)) as (_, shown, pilot):
+    async with opened(tmp_path, many, size=(80, 12)) as (_, shown, pilot):
         await pilot.press("end")
         await settle(pilot, lambda: any(line.split()[:1] == ["15"] for line in rows(shown)))
         await pilot.press("home")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -100,18 +98,13 @@ async def test_continues_when_another_user_was_faster(tmp_path: Path) -> None:
 async def test_a_hung_reservation_blocks_no_watch_and_is_released_with_its_own(tmp_path: Path) -> None:
     core = lab.make_core(tmp_path)
     async with lab.board(core) as (app, pilot):
-        hello = core.fleet._feeds["sim02"].facts.hello
-        assert hello is not None
-        os.kill(hello.pid, signal.SIGSTOP)
-        try:
+        with lab.hung(core, "sim02"):
             app.watches.add(Watch(0, time.time(), Request(n=5), reserve_s=600.0))
             await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 3)
             app.watches.add(Watch(0, time.time(), Request(n=1, model="L40S")))
             await lab.settle(pilot, lambda: [watch.number for watch in app.watches.active] == [1])
             app.watches.remove(1)
             await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
-        finally:
-            os.kill(hello.pid, signal.SIGCONT)
         await lab.settle(pilot, lambda: core.operations._reserving == set() and lab.claims(tmp_path) == [])
         assert len(lab.toasts(app)) == 1
 
