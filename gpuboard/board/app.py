@@ -348,6 +348,15 @@ class BoardApp(CrashHookApp):
         elif run is not None and isinstance(self.screen, RunsScreen):
             self.screen.jump(run)
 
+    def open_dialog(self, box: Box[T], then: Callable[[T], object]) -> None:
+        """Open a dialog; ``then`` gets its result, but not when it is cancelled or answered with no."""
+
+        def closed(result: T | None) -> None:
+            if result:
+                then(result)
+
+        self.push_screen(box, closed)
+
     def open_gpu(self, uuid: str) -> None:
         self.push_screen(GpuScreen(uuid))
 

@@ -100,15 +100,13 @@ def _shell_lines(lease: Lease) -> list[_Text]:
 def _offer(board: BoardApp, title: str, options: Sequence[_Text]) -> None:
     makers = {key: make for key, _, make in options}
 
-    def chosen(key: str | None) -> None:
-        if key is None:
-            return
+    def chosen(key: str) -> None:
         try:
             copy(board, makers[key]())
         except GpuboardError as error:
             board.notify(str(error), severity="warning", markup=False)
 
-    board.push_screen(Choose(title, [(key, words) for key, words, _ in options]), chosen)
+    board.open_dialog(Choose(title, [(key, words) for key, words, _ in options]), chosen)
 
 
 def _places(scene: Scene, uuids: Sequence[str]) -> list[tuple[str, Place]]:

@@ -171,9 +171,4 @@ class ColumnsDialog(Box[bool]):
 
 def open_columns(board: BoardApp, table: GpuTable) -> None:
     """Let the user change the columns of ``table``, and keep them for the next start."""
-
-    def done(kept: bool | None) -> None:
-        if kept:
-            board.remember(columns=tuple(map(str, table.chosen)))
-
-    board.push_screen(ColumnsDialog(table), done)
+    board.open_dialog(ColumnsDialog(table), lambda _: board.remember(columns=tuple(map(str, table.chosen))))

@@ -47,11 +47,7 @@ def open_launch(board: BoardApp, uuids: Sequence[str] = (), lease: str | None = 
     if len(uuids) == 1 and lease is None and uuids[0] in scene.places and scene.places[uuids[0]].gpu.state != "free":
         words = ""  # the cursor just happens to be there: the user cannot mean a GPU that is not free
 
-    def launched(run: str | None) -> None:
-        if run is not None:
-            board.open_runs(run)
-
-    board.push_screen(LaunchDialog(board, scene, words or "1", uuids), launched)
+    board.open_dialog(LaunchDialog(board, scene, words or "1", uuids), board.open_runs)
 
 
 def _lease_of(uuids: Sequence[str], scene: Scene) -> str | None:

@@ -33,13 +33,8 @@ def open_saved(screen: FilteredScreen) -> None:
     if not (known := saved(board, screen.FILTERED)):
         board.notify(f"no saved filters for {screen.FILTERED}; / filters, ctrl-o saves", markup=False)
         return
-
-    def chosen(name: str | None) -> None:
-        for one in known:
-            if one.name == name:
-                screen.use_filter(one.text)
-
-    board.push_screen(SavedFilters(screen.FILTERED, known), chosen)
+    texts = {one.name: one.text for one in known}
+    board.open_dialog(SavedFilters(screen.FILTERED, known), lambda name: screen.use_filter(texts[name]))
 
 
 def open_save(screen: FilteredScreen) -> None:
@@ -48,13 +43,8 @@ def open_save(screen: FilteredScreen) -> None:
     if not text or screen.field.wrong:
         board.notify("no valid filter to save; / filters", markup=False)
         return
-
-    def done(name: str | None) -> None:
-        if name is not None:
-            screen.set_focus(screen.grid)
-
     known = {one.name: one.text for one in saved(board, screen.FILTERED)}
-    board.push_screen(SaveFilter(screen.FILTERED, text, known), done)
+    board.open_dialog(SaveFilter(screen.FILTERED, text, known), lambda _: screen.set_focus(screen.grid))
 
 
 class SavedFilters(Choose):

@@ -60,11 +60,8 @@ def open_signal(board: BoardApp, uuids: Sequence[str]) -> None:
         words = f"{one.pid:>8} {fit(one.user or '?', 10)} {fit(_place(one), 14)} {format_size(one.memory):>8} "
         return Text(words + fit(one.command, 28), look.style("dim" if refusal(scene, one) else ""))
 
-    def chosen(key: str | None) -> None:
-        if key is not None:
-            signal_these(board, [found[int(key)]])
-
-    board.push_screen(Choose("Send a signal to", [(str(k), line(one)) for k, one in enumerate(found)]), chosen)
+    choose = Choose("Send a signal to", [(str(k), line(one)) for k, one in enumerate(found)])
+    board.open_dialog(choose, lambda key: signal_these(board, [found[int(key)]]))
 
 
 def _place(one: Running) -> str:
@@ -99,23 +96,16 @@ def signal_these(board: BoardApp, found: Sequence[Running]) -> None:
         if failed:
             board.notify(_few(failed), severity="error", timeout=12, markup=False)
 
-    def chosen(signal: str | None) -> None:
-        if signal is None:
-            return
+    def chosen(signal: str) -> None:
         operations = board.core.operations
-
-        def send(yes: bool | None) -> None:
-            if yes:
-                board.ask(lambda: operations.signal(own, signal), sent)
-
         detail = f"{_described(own)}\n\nSIG{signal}: {SIGNALS[signal]}"
         if refused:
             detail += f"\nNot to {len(refused)} of other users or with a hidden owner."
-        title = f"Send SIG{signal} to {name}?"
-        board.push_screen(Confirm(title, Text(detail), verb=f"Send {signal}"), send)
+        confirm = Confirm(f"Send SIG{signal} to {name}?", Text(detail), verb=f"Send {signal}")
+        board.open_dialog(confirm, lambda _: board.ask(lambda: operations.signal(own, signal), sent))
 
     title = f"Signal for {name}" + (f": {fit(own[0].command, 30).rstrip()}" if len(own) == 1 else "")
-    board.push_screen(Choose(title, [(signal, f"{signal:<5} {words}") for signal, words in SIGNALS.items()]), chosen)
+    board.open_dialog(Choose(title, [(signal, f"{signal:<5} {words}") for signal, words in SIGNALS.items()]), chosen)
 
 
 def _described(own: Sequence[Running]) -> str:

@@ -84,14 +84,9 @@ class BoardScreen(OnBoard, Screen[None]):
 
     def choose_order(self, now: str, *, down: bool) -> None:
         """Let the user choose from ``orders``; the one in use has its direction beside it."""
-
-        def chosen(key: str | None) -> None:
-            if key is not None:
-                self.order_by(key)
-
         mark = self.board.look.glyphs.down if down else self.board.look.glyphs.up
         options = [(key, f"{words} {mark}" if key == now else words) for key, words in self.orders().items()]
-        self.board.push_screen(Choose("Sort by", options), chosen)
+        self.board.open_dialog(Choose("Sort by", options), self.order_by)
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a node (``node:NAME``) or a GPU (its UUID), if this screen has a row for it."""

@@ -245,8 +245,7 @@ class LeasesScreen(FilteredScreen):
         one = self._selected()
         if one is None:
             return
-        lease, scene = one.lease, self.board.scene
-        assert scene is not None
+        lease, board = one.lease, self.board
         if not lease.may_end:
             self._refuse(lease, "release")
             return
@@ -266,24 +265,22 @@ class LeasesScreen(FilteredScreen):
             failed = "".join(f"\n{node}: {why}" for node, why in ended.failed.items())
             words = places_words(ended.gpus) + failed
             severity: SeverityLevel = "warning" if failed else "information"
-            self.board.notify(words, title=f"Released: {lease.id}", severity=severity, markup=False)
+            board.notify(words, title=f"Released: {lease.id}", severity=severity, markup=False)
 
-        def release(yes: bool | None) -> None:
-            if yes:
-                self.board.ask(lambda: self.board.core.operations.release(lease.id), done)
+        def release(_: bool = True) -> None:
+            board.ask(lambda: board.core.operations.release(lease.id), done)
 
         def read(users: dict[str, RunView]) -> None:
             run = users.get(lease.id) if one.mine else None
             if run is None:
-                release(True)
+                release()
             else:
-                self.board.push_screen(_in_use(lease, run), release)
+                board.open_dialog(_in_use(lease, run), release)
 
-        def meant(yes: bool | None) -> None:
-            if yes:
-                self.board.ask(lambda: by_lease(entry.view for entry in self.board.core.runbook.read()), read)
+        def meant(_: bool) -> None:
+            board.ask(lambda: by_lease(entry.view for entry in board.core.runbook.read()), read)
 
-        self.board.push_screen(Confirm(f"Release {lease.id}?", "\n".join(words), verb="Release"), meant)
+        board.open_dialog(Confirm(f"Release {lease.id}?", "\n".join(words), verb="Release"), meant)
 
     def action_renew(self) -> None:
         one = self._selected()

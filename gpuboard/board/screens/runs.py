@@ -362,12 +362,7 @@ class RunsScreen(FilteredScreen):
             return
         grace_s = self._detail[1].grace_s if self._detail and self._detail[0] == view.id else None
         dialog = StopConfirm(entry, grace_s)
-
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self._stop(view.id, run, 0.0 if dialog.now else None)
-
-        self.app.push_screen(dialog, answered)
+        self.board.open_dialog(dialog, lambda _: self._stop(view.id, run, 0.0 if dialog.now else None))
 
     def _stop(self, run: str, access: RunAccess, grace_s: float | None) -> None:
         board = self.board

@@ -259,12 +259,11 @@ def open_watch(board: BoardApp, ends: str = "") -> None:
         board.notify("no reading yet; try again in a moment", markup=False)
         return
 
-    def set_(watch: Watch | None) -> None:
-        if watch is not None:
-            board.watches.add(watch)
-            board.notify(watch.condition, title="Watching for", markup=False)
+    def set_(watch: Watch) -> None:
+        board.watches.add(watch)
+        board.notify(watch.condition, title="Watching for", markup=False)
 
-    board.push_screen(WatchDialog(board.scene, parse_duration(board.core.settings.max_lease), ends), set_)
+    board.open_dialog(WatchDialog(board.scene, parse_duration(board.core.settings.max_lease), ends), set_)
 
 
 _STATES = ("active", "met")
