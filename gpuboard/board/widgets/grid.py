@@ -67,16 +67,16 @@ class Grid(OnBoard, Dragging, can_focus=True):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "up", "Up", id="grid.up", show=False),
-        Binding("down,j", "down", "Down", id="grid.down", show=False),
-        Binding("pageup", "page_up", "Page up", id="grid.page-up", show=False),
-        Binding("pagedown", "page_down", "Page down", id="grid.page-down", show=False),
+        Binding("up,k", "rows(-1)", "Up", id="grid.up", show=False),
+        Binding("down,j", "rows(1)", "Down", id="grid.down", show=False),
+        Binding("pageup", "pages(-1)", "Page up", id="grid.page-up", show=False),
+        Binding("pagedown", "pages(1)", "Page down", id="grid.page-down", show=False),
         Binding("home", "first", "First row", id="grid.first", show=False),
         Binding("end", "last", "Last row", id="grid.last", show=False),
         Binding("enter", "choose", "Open", id="grid.choose", show=False),
         Binding("space", "mark", "Select", id="grid.mark", show=False),
-        Binding("shift+up", "mark_up", "Select upwards", id="grid.mark-up", show=False),
-        Binding("shift+down", "mark_down", "Select downwards", id="grid.mark-down", show=False),
+        Binding("shift+up", "mark_rows(-1)", "Select upwards", id="grid.mark-up", show=False),
+        Binding("shift+down", "mark_rows(1)", "Select downwards", id="grid.mark-down", show=False),
         Binding("Y", "copy_list", "Copy the list", id="grid.copy", show=False),
     ]
     DRAWN: ClassVar[frozenset[str]] = frozenset({"bar", "spark"})  # keys of columns that are pictures
@@ -447,7 +447,7 @@ class Grid(OnBoard, Dragging, can_focus=True):
         if self._marking and key is not None and self.can_mark(key):
             self._set_marks(self._marks ^ {key}, {self._at})
 
-    def _extend(self, move: Callable[[], None]) -> None:
+    def _extend(self, move: Callable[[], object]) -> None:
         """Mark the row under the cursor and the one it moves to."""
         if self._marking:
             before, at = self.cursor, self._at
@@ -461,17 +461,11 @@ class Grid(OnBoard, Dragging, can_focus=True):
             self._touch(rows)
             self.post_message(self.Marked(self, marks))
 
-    def action_up(self) -> None:
-        self._go(self._at - 1, -1)
+    def action_rows(self, step: int) -> None:
+        self._go(self._at + step, step)
 
-    def action_down(self) -> None:
-        self._go(self._at + 1, 1)
-
-    def action_page_up(self) -> None:
-        self._go(self._at - self._page, -1)
-
-    def action_page_down(self) -> None:
-        self._go(self._at + self._page, 1)
+    def action_pages(self, step: int) -> None:
+        self._go(self._at + step * self._page, step)
 
     def action_first(self) -> None:
         self._go(0, 1)
@@ -486,13 +480,10 @@ class Grid(OnBoard, Dragging, can_focus=True):
 
     def action_mark(self) -> None:
         self._toggle(self.cursor)
-        self.action_down()
+        self.action_rows(1)
 
-    def action_mark_up(self) -> None:
-        self._extend(self.action_up)
-
-    def action_mark_down(self) -> None:
-        self._extend(self.action_down)
+    def action_mark_rows(self, step: int) -> None:
+        self._extend(lambda: self.action_rows(step))
 
     def column_at(self, x: int) -> str | None:
         """Return the key of the column at ``x``, in cells from the left edge."""

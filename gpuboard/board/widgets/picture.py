@@ -28,10 +28,10 @@ class Picture(Grid):
 
     ROW_CURSOR = False
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left", "left", "Left", id="picture.left", show=False),
-        Binding("right", "right", "Right", id="picture.right", show=False),
-        Binding("shift+left", "mark_left", "Select to the left", id="picture.mark-left", show=False),
-        Binding("shift+right", "mark_right", "Select to the right", id="picture.mark-right", show=False),
+        Binding("left", "step(-1)", "Left", id="picture.left", show=False),
+        Binding("right", "step(1)", "Right", id="picture.right", show=False),
+        Binding("shift+left", "mark_step(-1)", "Select to the left", id="picture.mark-left", show=False),
+        Binding("shift+right", "mark_step(1)", "Select to the right", id="picture.mark-right", show=False),
     ]
 
     def __init__(self, history: History, *, id: str | None = None) -> None:
@@ -122,7 +122,7 @@ class Picture(Grid):
         self._touch({self._at})
         self._send_moved()
 
-    def _step(self, step: int) -> bool:
+    def action_step(self, step: int) -> bool:
         """Move to the next GPU in the row; return False at its end."""
         reachable = [uuid for _, uuid in self._reachable()]
         at = reachable.index(self._uuid) + step if self._uuid in reachable else -1
@@ -133,24 +133,15 @@ class Picture(Grid):
 
     # Keys and mouse
 
-    def action_left(self) -> None:
-        self._step(-1)
-
-    def action_right(self) -> None:
-        self._step(1)
-
     def action_mark(self) -> None:
         """Mark or unmark the GPU, and move to the next, after the last to the row below."""
         self._toggle(self.cursor)
-        if not self._step(1) and self._at + 1 < len(self._items):
+        if not self.action_step(1) and self._at + 1 < len(self._items):
             self._column = 0
-            self.action_down()
+            self.action_rows(1)
 
-    def action_mark_left(self) -> None:
-        self._extend(self.action_left)
-
-    def action_mark_right(self) -> None:
-        self._extend(self.action_right)
+    def action_mark_step(self, step: int) -> None:
+        self._extend(lambda: self.action_step(step))
 
     def on_click(self, event: events.Click) -> None:
         """A click on a GPU moves there, with ctrl or right marks, twice opens; on a node twice opens; a title sorts."""
