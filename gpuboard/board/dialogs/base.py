@@ -61,11 +61,8 @@ def number(least: int, most: int, *, needed: bool = True) -> Callable[[str], str
 
     def check(text: str) -> str:
         text = text.strip()
-        if not text and not needed:
-            return ""
-        if not is_whole(text) or not least <= int(text) <= most:
-            return f"a number from {least} to {most}"
-        return ""
+        fine = is_whole(text) and least <= int(text) <= most if text else not needed
+        return "" if fine else f"a number from {least} to {most}"
 
     return check
 
@@ -241,7 +238,7 @@ class Dialog(Box[T]):
         super().__init__(title)
         self.fields = {field.key: field for field in fields}
         self.verb = verb
-        self._busy = False
+        self.busy = False
         self._calm: set[str] = set()  # fields that were empty from the start and have not been left or filled in
         self._focused = ""  # key of the field that had the focus last
         self._notes: dict[str, Text] = {}  # as drawn: an update lays out the whole dialog again
@@ -323,20 +320,16 @@ class Dialog(Box[T]):
         self.query_one("#words", Static).update(text)
         self.query_one("#message").set_class(not text.plain and not self.PREVIEW, "-empty")
 
-    @property
-    def busy(self) -> bool:
-        """Whether work is in progress: fields and verb are disabled, Cancel is not."""
-        return self._busy
-
-    @busy.setter
-    def busy(self, busy: bool) -> None:
-        self._busy = busy
+    def set_busy(self, busy: bool) -> None:
+        """Say whether work is in progress: fields and verb are disabled, Cancel is not."""
+        self.busy = busy
         self.query_one("#fields").disabled = busy
         self._checked()
 
+    @on(Input.Submitted)
     def action_commit(self) -> None:
         """Commit when every field is valid, else go to the first invalid one."""
-        if self._busy:
+        if self.busy:
             return
         wrong = self.wrong()
         if wrong:
@@ -355,19 +348,20 @@ class Dialog(Box[T]):
             if text.plain != (before := self._notes.get(key, Text())).plain or text.style != before.style:
                 self._notes[key] = text
                 self.query_one(f"#note-{key}", Static).update(text)
-        self.query_one("#commit", Button).disabled = bool(wrong) or self._busy
+        self.query_one("#commit", Button).disabled = bool(wrong) or self.busy
 
     def work(self, work: Callable[[], U], done: Callable[[U], None]) -> None:
         """Run ``work`` beside the UI with the fields disabled; then call ``done``, or show the error."""
 
         def failed(error: GpuboardError) -> None:
             if self.is_attached:
-                self.busy = False
+                self.set_busy(False)
                 self.show_message(str(error), "bad")
 
-        self.busy = True
+        self.set_busy(True)
         self.board.ask(work, done, failed)
 
+    @on(Tick.Changed)
     def check(self) -> None:
         self._checked()
         self.changed()
@@ -377,14 +371,6 @@ class Dialog(Box[T]):
         if event.value.strip():
             self._calm.discard((event.input.id or "").removeprefix("field-"))
         self.check()
-
-    @on(Tick.Changed)
-    def _ticked(self) -> None:
-        self.check()
-
-    @on(Input.Submitted)
-    def _entered(self) -> None:
-        self.action_commit()
 
 
 def _entry(field: Field) -> Widget:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.text import Text
-from textual.app import ComposeResult
 
 from gpuboard.board.background import Background
 from gpuboard.board.dialogs import request_form
@@ -104,17 +103,13 @@ class LaunchDialog(Dialog[str]):
             ],
             verb="Launch",
         )  # fmt: skip
+        self._planner = Planner(board, self._answered)
         self._files = FileProblems("", "")  # result of the last check
         self._file_checks: Background[FileProblems] = Background(self)
         self._run_checks: Background[tuple[bool, RunEntry | None, list[str], str]] = Background(self)
         self._wanted = False  # launch as soon as the files are checked
         self._started: StartedRun | None = None
         self._before = Text()  # why the last launch failed; until something is typed
-
-    def compose(self) -> ComposeResult:
-        """Create the planner before the fields: they send messages at once."""
-        self._planner = Planner(self.board, self._answered)
-        yield from super().compose()
 
     def _command(self, text: str) -> str:
         return check_command(text) or self._wrong_files().no_script
@@ -242,7 +237,7 @@ class LaunchDialog(Dialog[str]):
         if self._wanted:
             return
         board, form = self.board, self.form(values)
-        self.busy = True
+        self.set_busy(True)
         self.show_message("Starting …")
 
         def started(launch: StartedRun) -> None:
@@ -299,7 +294,7 @@ class LaunchDialog(Dialog[str]):
                 ("Not launched: ", self.board.look.style("bad")), request_form.plain(words), "\n"
             )
             self.show_message(self._before)
-            self.busy = False
+            self.set_busy(False)
 
     def action_cancel(self) -> None:
         """Close; cancel a launch that has no run yet, which releases its reservation."""

@@ -8,7 +8,6 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from rich.text import Text
-from textual.app import ComposeResult
 
 from gpuboard.board.dialogs import request_form
 from gpuboard.board.dialogs.base import Dialog, Field, lease_duration, number, size
@@ -59,11 +58,7 @@ class ReserveDialog(Dialog[Allocation]):
         self._wanted = False  # commit as soon as the answer arrives
         self._before = Text()  # why the last attempt failed; until something is typed
         self._attempt = Attempt()
-
-    def compose(self) -> ComposeResult:
-        """Create the planner before the fields: they send messages at once."""
         self._planner = Planner(self.board, self._answered)
-        yield from super().compose()
 
     def changed(self) -> None:
         """Ask the policy about the new fields."""
@@ -112,7 +107,7 @@ class ReserveDialog(Dialog[Allocation]):
             return  # the refusal is on the screen
         wanted = Request(picks=tuple(Pick(gpu.node, None, gpu.uuid) for gpu in choice.gpus)) if choice.gpus else request
         for_s, purpose, attempt = parse_duration(values["for"]), values["purpose"], self._attempt
-        self.busy = True
+        self.set_busy(True)
         places = request_form.places_words(choice.gpus)
         self.show_message(f"Reserving {places} …" if places else "Waiting for Slurm; escape cancels …")
         board = self.board
@@ -161,7 +156,7 @@ class ReserveDialog(Dialog[Allocation]):
         look = self.board.look
         self._before = Text.assemble(("Not reserved: ", look.style("bad")), words, "\n")
         self._seen = None
-        self.busy = False
+        self.set_busy(False)
         self._look()
 
     def action_cancel(self) -> None:

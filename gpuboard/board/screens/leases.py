@@ -164,6 +164,7 @@ class LeasesScreen(FilteredScreen):
     def _role(one: HeldLease) -> str:
         return "bad" if one.rogues else "warn" if one.idle else "mine" if one.mine else "reserved"
 
+    @on(Grid.Moved)
     def _about(self) -> None:
         """Show the lease under the cursor in full: columns cut long values."""
         one = self._held.get(self.grid.cursor or "")
@@ -184,14 +185,6 @@ class LeasesScreen(FilteredScreen):
                 words = f"rogue on {node}:{gpu.index}: {process.user}'s process {process.pid}  {process.command}"
                 lines.append(((words, "bad"),))
         self.query_one("#about", Lines).set_lines(lines)
-
-    @on(Grid.Moved)
-    def _moved(self) -> None:
-        self._about()
-
-    @on(Grid.Chosen)
-    def _chosen(self) -> None:
-        self.action_jump()
 
     @on(Grid.Sorted)
     def _sorted(self, event: Grid.Sorted) -> None:
@@ -236,6 +229,7 @@ class LeasesScreen(FilteredScreen):
         if one := self._selected():
             clipboard.copy_lease(self.board, one.lease)
 
+    @on(Grid.Chosen)
     def action_jump(self) -> None:
         if one := self._selected():
             self.board.go_to(one.lease.gpus[0].uuid)

@@ -122,6 +122,7 @@ class ProcessesScreen(FilteredScreen):
     def _descending(self) -> bool:
         return SORTS[self.order.sort].descending != self.order.reverse
 
+    @on(Grid.Moved)
     def _about(self) -> None:
         one = self._found.get(self.grid.cursor or "")
         self.query_one("#about", Lines).set_lines([] if one is None else about(one))
@@ -184,10 +185,6 @@ class ProcessesScreen(FilteredScreen):
 
     # The processes
 
-    @on(Grid.Moved)
-    def _moved(self) -> None:
-        self._about()
-
     @on(Grid.Marked)
     def _changed(self) -> None:
         self.redraw()
@@ -208,9 +205,6 @@ class ProcessesScreen(FilteredScreen):
         signal_these(self.board, found)
 
     @on(Grid.Chosen)
-    def _chosen(self) -> None:
-        self.action_jump()
-
     def action_jump(self) -> None:
         if (one := self._found.get(self.grid.cursor or "")) is not None:
             self.board.open_gpu(one.gpus[0].uuid)

@@ -326,19 +326,13 @@ class RunsScreen(FilteredScreen):
     def _rank_moved(self) -> None:
         self._show_logs(self.entry)
 
-    @on(LogView.StreamPicked)
-    def _log_picked(self) -> None:
-        self.action_log()
-
-    @on(Grid.Chosen, "#list")
-    def _chosen(self) -> None:
-        self.action_log()
-
     @on(Grid.Chosen, "#ranks")
     def _rank_chosen(self, event: Grid.Chosen) -> None:
         if self.entry is not None:
             self.app.push_screen(LogScreen(self.entry, int(event.key)))
 
+    @on(LogView.StreamPicked)
+    @on(Grid.Chosen, "#list")
     def action_log(self) -> None:
         """Open the log of the rank under the cursor; from the list, of the rank that failed first."""
         entry = self.entry

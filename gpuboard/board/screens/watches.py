@@ -196,10 +196,7 @@ class WatchDialog(Dialog[Watch]):
             ],
             verb="Watch",
         )
-
-    def compose(self) -> ComposeResult:
         self._planner = Planner(self.board, self._answered)
-        yield from super().compose()
 
     def on_mount(self) -> None:
         """Read which runs are live."""
