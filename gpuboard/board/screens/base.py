@@ -61,7 +61,7 @@ class BoardScreen(OnBoard, Screen[None]):
         """Show the newest scene after another screen was on top."""
         if self.board.scene is not None:
             self.notice(self.board.scene)
-            self.show(self.board.scene)
+        self.redraw()
 
     def redraw(self) -> None:
         """Draw the newest scene again: what is shown of it has changed."""

@@ -190,6 +190,7 @@ class NodeScreen(GraphScreen, ActingScreen):
 
     TITLE_WORDS = "Node"
     NOTICE = False
+    AUTO_FOCUS = "#gpus"
     DEFAULT_CSS = """
     NodeScreen #node { padding: 0 1; margin-bottom: 1; max-height: 60%; }
     NodeScreen #host { padding: 0 1; margin-bottom: 1; }
@@ -212,10 +213,6 @@ class NodeScreen(GraphScreen, ActingScreen):
         yield Grid(gpu_columns(None), id="gpus")
         yield ProcessGrid(TITLES, id="processes")
         yield Footer()
-
-    def on_mount(self) -> None:
-        """Give the focus to the GPUs: arrow keys move among them."""
-        self.query_one("#gpus", Grid).focus()
 
     def show(self, scene: Scene) -> None:
         node = scene.nodes.get(self.node_name)

@@ -40,6 +40,7 @@ class OverviewScreen(GraphScreen, FilteredScreen):
     TITLE_WORDS = "Overview"
     LANGUAGE = EVENTS
     FILTERED = "events"
+    AUTO_FOCUS = "#events"
     FILTER_HINT = "kind:lost,xid node:gpu[01-04] user:alice age<1h, or any word"
     DEFAULT_CSS = """
     OverviewScreen Grid { padding: 0 1; }
@@ -55,9 +56,6 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         yield Lines(id="sums")
         yield Grid(_COLUMNS, empty=NO_EVENTS, id="events")
         yield Footer()
-
-    def on_mount(self) -> None:
-        self.set_focus(self.grid)
 
     @property
     def _boxes(self) -> OverviewPanel:
