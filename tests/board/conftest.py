@@ -21,6 +21,8 @@ from textual.notifications import Notification, Notifications
 
 from gpuboard.board import keys
 from gpuboard.board.app import BoardApp
+from gpuboard.board.core import Core
+from tests.board.lab import make_core
 from tests.board.launches import Exp
 from tests.conftest import UNTRIED
 from tests.integration.ranks_driver import carriers
@@ -99,6 +101,11 @@ def no_keeper_is_left(tmp_path: Path) -> Iterator[None]:
             words = (process / "cmdline").read_bytes().split(b"\0")
             if any(word.startswith(f"{tmp_path}/".encode()) and b"/keeper/" in word for word in words):
                 os.kill(int(process.name), signal.SIGKILL)
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Core:
+    return make_core(tmp_path)
 
 
 @pytest.fixture

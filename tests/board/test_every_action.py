@@ -11,6 +11,7 @@ from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.command_palette import Palette
+from gpuboard.board.core import Core
 from gpuboard.board.dialogs.launch import LaunchDialog
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.leases import LeasesScreen
@@ -110,8 +111,7 @@ async def test_the_arrows_go_through_a_dialog_and_enter_beside_a_field_commits(t
         await lab.settle(pilot, lambda: isinstance(app.screen, WatchDialog))
 
 
-async def test_a_lease_s_gpus_are_gone_to_from_the_palette(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_a_lease_s_gpus_are_gone_to_from_the_palette(core: Core) -> None:
     async with lab.board(core) as (app, pilot):
         taken = await lab.reserved(app, core, pilot, 1, "L40S")
         await pilot.press("l")
@@ -144,8 +144,7 @@ async def test_a_log_is_gone_through_by_the_arrows(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: view.page and view.page.place.start == 0 and view.left == 0)
 
 
-async def test_tab_goes_between_runs_and_ranks_and_k_kills_when_asked_about_a_stop(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_tab_goes_between_runs_and_ranks_and_k_kills_when_asked_about_a_stop(core: Core) -> None:
     assert RunFolder(core.env, "rabc").keep("state.json", run()) is None
     async with lab.board(core) as (app, pilot):
         await pilot.press("u")

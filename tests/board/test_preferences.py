@@ -26,12 +26,12 @@ OTHER = Preferences(
 )
 
 
-def env_of(folder: Path) -> dict[str, str]:
-    return {"XDG_STATE_HOME": str(folder / "state")}
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_STATE_HOME": str(tmp_path / "state")}
 
 
-def test_what_was_kept_comes_back_from_a_private_file(tmp_path: Path) -> None:
-    env = env_of(tmp_path)
+def test_what_was_kept_comes_back_from_a_private_file(env: dict[str, str]) -> None:
     assert preferences.load(env) == (Preferences(), None)
     assert preferences.save(env, OTHER) is None
     assert preferences.load(env) == (OTHER, None)
@@ -46,8 +46,7 @@ def test_what_was_kept_comes_back_from_a_private_file(tmp_path: Path) -> None:
     [b"", b"{", b"[]", b"null", b'{"theme": 3}', b'{"view": {"sort": []}}', b"\xff\xfe", b"x" * 5_000_000,
      b"[" * 60_000, b"{" * 100_000],
 )  # fmt: skip
-def test_garbage_is_skipped_and_reported(tmp_path: Path, content: bytes) -> None:
-    env = env_of(tmp_path)
+def test_garbage_is_skipped_and_reported(env: dict[str, str], content: bytes) -> None:
     file = preferences.path(env)
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
@@ -62,16 +61,14 @@ def test_garbage_is_skipped_and_reported(tmp_path: Path, content: bytes) -> None
     "view",
     [{"view": "globe"}, {"group": "age"}, {"sort": "luck"}, {"filter": "x" * 2000}, {"view": "table", "sort": "?"}],
 )
-def test_a_view_of_another_version_is_passed_over(tmp_path: Path, view: dict[str, str]) -> None:
-    env = env_of(tmp_path)
+def test_a_view_of_another_version_is_passed_over(env: dict[str, str], view: dict[str, str]) -> None:
     file = preferences.path(env)
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"theme": "light", "view": view, "of a later version": 1}))
     assert preferences.load(env) == (Preferences(theme="light"), None)
 
 
-def test_a_file_that_cannot_be_read_or_written_is_reported(tmp_path: Path) -> None:
-    env = env_of(tmp_path)
+def test_a_file_that_cannot_be_read_or_written_is_reported(env: dict[str, str]) -> None:
     file = preferences.path(env)
     file.mkdir(parents=True)  # root may read and write everything, but no folder as a file
     assert preferences.load(env) == (Preferences(), f"{file}: Is a directory; using default sort, filter and theme")
@@ -82,8 +79,7 @@ def test_a_file_that_cannot_be_read_or_written_is_reported(tmp_path: Path) -> No
     assert wrong == "/dev/null/state/gpuboard/board.json: Not a directory; sort, filter and theme were not saved"
 
 
-def test_a_board_keeps_what_another_one_has_saved_meanwhile(tmp_path: Path) -> None:
-    env = env_of(tmp_path)
+def test_a_board_keeps_what_another_one_has_saved_meanwhile(env: dict[str, str]) -> None:
     old, free, mine, busy = (SavedFilter(name, f"state:{name}") for name in ("old", "free", "mine", "busy"))
     began = Preferences(theme="light", filters=(old, busy))
     preferences.save(env, began)
@@ -93,16 +89,14 @@ def test_a_board_keeps_what_another_one_has_saved_meanwhile(tmp_path: Path) -> N
     assert preferences.load(env) == (Preferences(theme="light", filters=(busy, free, mine), view=OTHER.view), None)
 
 
-def test_as_many_filters_as_can_be_saved_are_loaded(tmp_path: Path) -> None:
-    env = env_of(tmp_path)
+def test_as_many_filters_as_can_be_saved_are_loaded(env: dict[str, str]) -> None:
     kinds = ("GPUs", "leases", "runs", "processes", "events")
     filters = [SavedFilter(f"{n}", "ä" * TEXT_MAX, rows) for rows in kinds for n in range(50)]
     assert preferences.save(env, Preferences(filters=tuple(filters))) is None
     assert preferences.load(env) == (Preferences(filters=tuple(filters)), None)
 
 
-def test_of_two_boards_the_last_one_wins_and_the_file_is_always_whole(tmp_path: Path) -> None:
-    env = env_of(tmp_path)
+def test_of_two_boards_the_last_one_wins_and_the_file_is_always_whole(env: dict[str, str]) -> None:
     both = [Preferences(theme="a" * 3000), Preferences(theme="b")]
     preferences.save(env, both[0])
 
@@ -122,8 +116,7 @@ def test_of_two_boards_the_last_one_wins_and_the_file_is_always_whole(tmp_path: 
     assert os.listdir(preferences.path(env).parent) == ["board.json"]
 
 
-def test_an_order_of_processes_of_another_version_is_passed_over(tmp_path: Path) -> None:
-    env = env_of(tmp_path)
+def test_an_order_of_processes_of_another_version_is_passed_over(env: dict[str, str]) -> None:
     file = preferences.path(env)
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"theme": "light", "processes": {"sort": "luck", "tree": True}}))

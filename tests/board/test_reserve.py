@@ -63,8 +63,7 @@ def end_all(core: Core) -> None:
         core.operations.release(lease.id)
 
 
-async def test_reserves_the_selected_gpus(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_reserves_the_selected_gpus(tmp_path: Path, core: Core) -> None:
     async with lab.board(core) as (app, pilot):
         await pilot.press("r")
         await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPU 0"))
@@ -85,8 +84,7 @@ async def test_reserves_the_selected_gpus(tmp_path: Path) -> None:
         assert lab.claims(tmp_path) == []
 
 
-async def test_the_policy_picks_the_best_n_and_explains_it(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_the_policy_picks_the_best_n_and_explains_it(tmp_path: Path, core: Core) -> None:
     async with lab.board(core, (80, 24)) as (app, pilot):
         await open_for(app, pilot, [])
         await fill(pilot, "gpus", "2")
@@ -100,8 +98,7 @@ async def test_the_policy_picks_the_best_n_and_explains_it(tmp_path: Path) -> No
         end_all(core)
 
 
-async def test_a_refusal_has_reasons_and_an_alternative(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_a_refusal_has_reasons_and_an_alternative(tmp_path: Path, core: Core) -> None:
     async with lab.board(core) as (app, pilot):
         await open_for(app, pilot, [])
         await fill(pilot, "gpus", "4")
@@ -197,8 +194,7 @@ async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int
     await lab.settle(pilot, lambda: core.operations._reserving == set() and lab.claims(tmp_path) == [])
 
 
-async def test_closing_the_dialog_releases_the_reservation(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_closing_the_dialog_releases_the_reservation(tmp_path: Path, core: Core) -> None:
     async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot) as agent:
         await pilot.press("escape")
         assert not isinstance(app.screen, ReserveDialog)
@@ -206,8 +202,7 @@ async def test_closing_the_dialog_releases_the_reservation(tmp_path: Path) -> No
         os.kill(agent, 0)  # raises where the agent has gone
 
 
-async def test_quitting_releases_a_reservation_in_progress(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_quitting_releases_a_reservation_in_progress(tmp_path: Path, core: Core) -> None:
     async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot):
         before = Stopwatch()
         core.close()
@@ -216,7 +211,7 @@ async def test_quitting_releases_a_reservation_in_progress(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def core(tmp_path: Path) -> Iterator[Core]:
+def started(tmp_path: Path) -> Iterator[Core]:
     """A core that knows all nodes, without a board."""
     made = lab.make_core(tmp_path)
     with contextlib.closing(made):
@@ -229,47 +224,47 @@ def settled(core: Core) -> None:
     until(lambda: lab.known(core.scene()), "all nodes are known")
 
 
-def test_a_lease_that_was_never_shown_ends_with_the_board(core: Core, tmp_path: Path) -> None:
-    kept = core.operations.reserve(Request(n=1), 600, "kept")
-    core.operations.published(kept)
-    unseen = core.operations.reserve(Request(n=1), 600, "unseen")
+def test_a_lease_that_was_never_shown_ends_with_the_board(started: Core, tmp_path: Path) -> None:
+    kept = started.operations.reserve(Request(n=1), 600, "kept")
+    started.operations.published(kept)
+    unseen = started.operations.reserve(Request(n=1), 600, "unseen")
     assert {claim.split(":")[0] for claim in lab.claims(tmp_path)} == {kept.lease.id, unseen.lease.id}
-    core.close()
+    started.close()
     until(lambda: len(lab.claims(tmp_path)) <= 1, "one is released")
     assert lab.claims(tmp_path) == [f"{kept.lease.id}: sim02-0"]
-    again = lab.make_core(tmp_path, list(core.nodes.values()))
+    again = lab.make_core(tmp_path, list(started.nodes.values()))
     with contextlib.closing(again):
         settled(again)
         again.operations.release(kept.lease.id)
     assert lab.claims(tmp_path) == []
 
 
-def test_a_reservation_cancelled_after_it_was_made_is_released(core: Core, tmp_path: Path) -> None:
+def test_a_reservation_cancelled_after_it_was_made_is_released(started: Core, tmp_path: Path) -> None:
     attempt = Attempt()
-    allocation = core.operations.reserve(Request(n=1), 600, "", attempt)
+    allocation = started.operations.reserve(Request(n=1), 600, "", attempt)
     attempt.cancel()
-    core.operations.published(allocation)
-    core.close()
+    started.operations.published(allocation)
+    started.close()
     until(lambda: lab.claims(tmp_path) == [], "it is released")
 
 
-def test_a_reservation_cancelled_before_it_starts_takes_nothing(core: Core, tmp_path: Path) -> None:
+def test_a_reservation_cancelled_before_it_starts_takes_nothing(started: Core, tmp_path: Path) -> None:
     attempt = Attempt()
     attempt.cancel()
     with pytest.raises(Interrupted):
-        core.operations.reserve(Request(n=1), 600, "", attempt)
-    core.operations.close()
+        started.operations.reserve(Request(n=1), 600, "", attempt)
+    started.operations.close()
     with pytest.raises(Interrupted):
-        core.operations.reserve(Request(n=1), 600, "")
+        started.operations.reserve(Request(n=1), 600, "")
     assert lab.claims(tmp_path) == []
 
 
-def test_one_set_of_connections(core: Core) -> None:
-    links = [feed.link for feed in core.fleet._feeds.values()]
-    found: Allocation = core.operations.reserve(Request(n=5), 600, "")
-    core.operations.published(found)
-    core.operations.renew(found.lease.id, 1200)
-    assert core.scene().by_lease[found.lease.id].remaining_s > 1100
-    core.operations.release(found.lease.id)
-    assert [feed.link for feed in core.fleet._feeds.values()] == links
+def test_one_set_of_connections(started: Core) -> None:
+    links = [feed.link for feed in started.fleet._feeds.values()]
+    found: Allocation = started.operations.reserve(Request(n=5), 600, "")
+    started.operations.published(found)
+    started.operations.renew(found.lease.id, 1200)
+    assert started.scene().by_lease[found.lease.id].remaining_s > 1100
+    started.operations.release(found.lease.id)
+    assert [feed.link for feed in started.fleet._feeds.values()] == links
     assert all(link is not None and link.over is None for link in links)

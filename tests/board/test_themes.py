@@ -15,6 +15,7 @@ from textual.command import CommandPalette
 from textual.screen import ModalScreen
 
 from gpuboard.board.app import BoardApp
+from gpuboard.board.core import Core
 from gpuboard.board.terminal.guard import is_utf8
 from gpuboard.board.theme import themes
 from gpuboard.board.theme.styles import ROLES, THEMED, UNICODE
@@ -163,8 +164,8 @@ def test_the_wheel_holds_the_themes(tmp_path: Path) -> None:
 
 async def test_the_palette_shows_a_theme_while_it_is_highlighted_and_escape_brings_the_old_one_back(
     tmp_path: Path,
+    core: Core,
 ) -> None:
-    core = make_core(tmp_path)
     async with board(core) as (app, pilot):
         assert (app.theme, app.look) == ("dark", ours()["dark"].look(UNICODE))
         await pilot.press("ctrl+t")
@@ -270,9 +271,8 @@ async def test_one_toast_reports_bad_theme_files_and_an_unknown_theme(tmp_path: 
         assert app.theme == "dark"
 
 
-async def test_with_no_color_nothing_is_coloured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_no_color_nothing_is_coloured(tmp_path: Path, core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    core = make_core(tmp_path)
     core.env = {**environment(tmp_path), "NO_COLOR": "1"}
     async with board(core) as (app, pilot):
         assert app.theme == "plain"

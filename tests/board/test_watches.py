@@ -11,6 +11,7 @@ import msgspec
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from gpuboard.board.core import Core
 from gpuboard.board.dialogs.base import Tick
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.watches import Watch, WatchDialog, WatchesScreen, holds
@@ -31,8 +32,7 @@ async def fill(pilot: Pilot[int], **texts: str) -> None:
     await pilot.pause()
 
 
-async def test_a_watch_notifies_when_enough_are_free(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_a_watch_notifies_when_enough_are_free(tmp_path: Path, core: Core) -> None:
     async with lab.board(core, (80, 24)) as (app, pilot):
         taken = await lab.reserved(app, core, pilot, 2, "L40S")
         rung: list[int] = []
@@ -53,8 +53,7 @@ async def test_a_watch_notifies_when_enough_are_free(tmp_path: Path) -> None:
         assert lab.claims(tmp_path) == []
 
 
-async def test_reserves_at_once(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_reserves_at_once(tmp_path: Path, core: Core) -> None:
     async with lab.board(core) as (app, pilot):
         taken = await lab.reserved(app, core, pilot, 3, "H100")
         await pilot.press("w")
@@ -95,8 +94,7 @@ async def test_continues_when_another_user_was_faster(tmp_path: Path) -> None:
             core.operations.release(lab.claims(tmp_path)[0].split(":")[0])
 
 
-async def test_a_hung_reservation_blocks_no_watch_and_is_released_with_its_own(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_a_hung_reservation_blocks_no_watch_and_is_released_with_its_own(tmp_path: Path, core: Core) -> None:
     async with lab.board(core) as (app, pilot):
         with lab.hung(core, "sim02"):
             app.watches.add(Watch(0, time.time(), Request(n=5), reserve_s=600.0))
@@ -109,8 +107,7 @@ async def test_a_hung_reservation_blocks_no_watch_and_is_released_with_its_own(t
         assert len(lab.toasts(app)) == 1
 
 
-async def test_a_watch_notifies_when_a_lease_ends(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_a_watch_notifies_when_a_lease_ends(core: Core) -> None:
     async with lab.board(core) as (app, pilot):
         taken = await lab.reserved(app, core, pilot, 1, "L40S")
         await pilot.press("w")
@@ -123,8 +120,7 @@ async def test_a_watch_notifies_when_a_lease_ends(tmp_path: Path) -> None:
         assert lab.toasts(app)[-1].startswith(f"Ended: lease {taken.lease.id} ends (")
 
 
-async def test_a_watch_notifies_when_a_run_ends(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_a_watch_notifies_when_a_run_ends(core: Core) -> None:
     folder = RunFolder(core.env, "r7k2m")
     view = RunView("r7k2m", None, "train.py", made.AT, "running", None, [], [], this_head(), str(folder.path))
     assert folder.keep("state.json", view) is None
@@ -139,8 +135,7 @@ async def test_a_watch_notifies_when_a_run_ends(tmp_path: Path) -> None:
         assert lab.toasts(app)[-1].startswith("Ended: run r7k2m ends: failed: train.py")
 
 
-async def test_a_lease_under_the_cursor(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_a_lease_under_the_cursor(core: Core) -> None:
     async with lab.board(core, (80, 24)) as (app, pilot):
         taken = core.operations.reserve(Request(n=1), 600, "")
         core.operations.published(taken)
@@ -173,8 +168,7 @@ def test_a_real_terminal_shows_the_notification(tmp_path: Path) -> None:
         terminal.ends(5)
 
 
-async def test_watches_are_listed_and_removed(tmp_path: Path) -> None:
-    core = lab.make_core(tmp_path)
+async def test_watches_are_listed_and_removed(core: Core) -> None:
     async with lab.board(core, (80, 24)) as (app, pilot):
         await pilot.press("w")
         await lab.settle(pilot, lambda: isinstance(app.screen, WatchDialog) and app.screen.is_mounted)
