@@ -88,7 +88,7 @@ async def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
 
 async def test_a_narrow_terminal_names_the_users_and_signs_that_matter(tmp_path: Path) -> None:
     users = node("gpu7", [*(busy("gpu7", k, "alexandra") for k in range(4)), busy("gpu7", 4, "bob")])
-    async with opened(tmp_path, scene(*lab().snapshot.nodes, users), size=(80, 24)) as (app, shown, pilot):
+    async with at_cluster(tmp_path, scene(*lab().snapshot.nodes, users), (80, 24)) as (app, shown, pilot):
         drawn = lines(shown.grid)
         assert [line.split(" up ")[1].split()[-2:] for line in (drawn[0], drawn[5])] == [
             ["bob", "+1"],
