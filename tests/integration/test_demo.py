@@ -39,7 +39,7 @@ def carriers(variable: str) -> list[int]:
 
 def check_demo(text: str, *, trained: bool) -> str:
     """Check what the demo printed; return the lease's id."""
-    match = re.search(r"^lease ([a-z0-9]+): sim01:(\d),(\d)$", text, re.MULTILINE)
+    match = re.search(r"^lease ([a-z0-9]+): sim01:(\d)-(\d)$", text, re.MULTILINE)
     assert match, text
     assert text.splitlines()[0].startswith("gpuboard demo: a SIMULATED cluster.")
     assert text.count("; SIMULATED") == 3

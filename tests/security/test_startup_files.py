@@ -103,7 +103,7 @@ def test_a_start_up_file_that_reads_is_reported_at_once(lab: Lab) -> None:
     lab.config("Host back\n  HostName login1\n")
     startup(lab, on_each_host(
         gpu01="read x\n", gpu02="read a; read b; read c\n", gpu03="read -n 1 x\n", login1="exec sh\n",
-        login2="head -c 100000 >/dev/null\n",
+        login2="head -c 50000 >/dev/null\n",
     ))  # fmt: skip
     watch = Stopwatch()
     found = lab.status("gpu01", "gpu02", "gpu03", "back", "login2", check=False)
