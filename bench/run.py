@@ -84,7 +84,7 @@ BENCHES = {
         "most 3 s, none above 10 s."
     ),
     "faults-healthy": (
-        "Runs without a fault, of 15 shapes, each once as it is and once at a load of 8 more, three at a time. Goal: "
+        "Runs without a fault, of 19 shapes, each once as it is and once at a load of 8 more, three at a time. Goal: "
         "no message calls anything a stall, a failure or slow."
     ),
     "agent": "CPU and memory of the agent on its node, 8 GPUs at 1 Hz. Goal: at most 0.5 % of a core.",
