@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.healthy:
         return healthy(args.names or SHAPES)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so its children
     load = os.getloadavg()[0]
     rows: dict[tuple[int, str], tuple[Fault, Measured]] = {}
     places: dict[int, Place] = {}
