@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     scheduler = find(settings, stand_in(folder, args.nodes, 2 * args.nodes)) if args.slurm else None
     core = Core(nodes, settings, os.environ, FeederConnector(str(folder / "feed")), scheduler)
     app = MeasuredApp(core)
-    gc.calm()
+    gc.calm(len(nodes))
     CLOCK.cursor = lambda: app.screen.grid.cursor if isinstance(app.screen, ClusterScreen) else None
     threading.Thread(target=_watch, args=(app, args, folder), name="measure", daemon=True).start()
     if args.kind == "tmux":

@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Collect cycles seldom, as the board does: with Python's thresholds a third of its tests' CPU time is for that."""
     gc.collect()
-    calm()
+    calm(1000)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         from gpuboard.board.dialogs import launch_process
 
         app = BoardApp(core, guard)
-        gc.calm()
+        gc.calm(len(nodes))
         if args.browser is None:
             app.scene = first.end() if first else None
             app.may_restart = True
@@ -110,7 +110,7 @@ def _play(recording: Recording, at: float | None, speed: float, context: Context
     core.player.seek(recording.begin if at is None else at)
     guard = terminal.Guard()
     app = ReplayApp(core, guard)
-    gc.calm()
+    gc.calm(len(core.nodes))
     try:
         app.run()
         guard.restored(app.return_code or 0)

@@ -39,7 +39,7 @@ def run(context: Context) -> int:
     core = make(context.settings, context.env)
     guard = terminal.Guard(leave_s=_END_S + 5.0)  # time for ending its runs after the board has closed
     app = BoardApp(core, guard)
-    gc.calm()
+    gc.calm(len(core.nodes))
     try:
         app.run()
     finally:
