@@ -16,6 +16,7 @@ from gpuboard.board.theme.styles import ASCII, Look
 from gpuboard.launch.runs.folder import RankView, RunView, VerdictView
 from gpuboard.launch.stalls.verdict import Explanation
 from gpuboard.launch.stalls.waits import RankGroup
+from gpuboard.launch.stalls.words import of_several
 from gpuboard.model.units import iso
 from tests.board import lab
 from tests.board.test_runs import beside, entry, keep, made_at, opened, view
@@ -37,7 +38,8 @@ def run(count: int, states: Mapping[int, str] | None = None, per: int = 8, defau
 def stall(count: int, *behind: int) -> list[RankGroup]:
     """Return what ranks do that all wait for some of them."""
     waiting = [rank for rank in range(count) if rank not in behind]
-    return [RankGroup(waiting, "collective", REDUCE, list(behind)), RankGroup(list(behind), "code", LOAD, suspect=True)]
+    words = of_several(REDUCE) if len(waiting) > 1 else REDUCE
+    return [RankGroup(waiting, "collective", words, list(behind)), RankGroup(list(behind), "code", LOAD, suspect=True)]
 
 
 def drawn(view: RunView, groups: Sequence[RankGroup] = (), cells: int = 78, most: int = 8) -> list[str]:
@@ -61,7 +63,7 @@ def test_of_64_ranks_equal_ones_share_a_line() -> None:
         "             gpu04 24-31 W W W W  W W W W    gpu05 32-39 W W W W  W W W W    gpu06 40-47 W B!B!W  W W W W",
         "             gpu07 48-55 W W W W  W W W W    gpu08 56-63 W W W W  W W W W",
         " B! 41-42      idle at train.py:41 in load_batch ← ranks 0-40,43-63 wait for them",
-        " W  0-40,43-63 waits in all_reduce (collective 812) at train.py:88 in step → ranks 41-42",
+        " W  0-40,43-63 wait in all_reduce (collective 812) at train.py:88 in step → ranks 41-42",
     ]
 
 

@@ -190,7 +190,7 @@ def test_each_stall_is_explained_and_its_end_is_noticed(tmp_path: Path) -> None:
         )
         shown = explain(run.env)
         assert shown.splitlines()[1:4] == [
-            "  ranks 0,2: waits in all_reduce (collective 2) at script.py:27 in reduce, for rank 1",
+            "  ranks 0,2: wait in all_reduce (collective 2) at script.py:27 in reduce, for rank 1",
             f"  rank 1 ({node}:1): idle at script.py:7 in wait_for",
             f"why: waiting for rank 1 ({node}:1), which is at script.py:7 in wait_for; "
             "ranks 0,2 wait in all_reduce (collective 2) at script.py:27 in reduce",

@@ -438,11 +438,11 @@ def test_the_picture_joins_ranks_that_do_the_same_and_wait_for_the_same_ranks() 
     evidence = [WAITING, seen(1, LOAD, group(11, 11)), seen(2, REDUCE, group(12, 11))]
     found = explain([status(rank) for rank in range(3)], {one.rank: one for one in evidence})
     assert found.groups == [
-        RankGroup([0, 2], "collective", "waits in all_reduce (collective 12) at train.py:55 in step", [1]),
+        RankGroup([0, 2], "collective", "wait in all_reduce (collective 12) at train.py:55 in step", [1]),
         RankGroup([1], "code", "idle at train.py:41 in load_batch", suspect=True),
     ]
     assert found.picture == [
-        "ranks 0,2: waits in all_reduce (collective 12) at train.py:55 in step, for rank 1",
+        "ranks 0,2: wait in all_reduce (collective 12) at train.py:55 in step, for rank 1",
         "rank 1 (gpu01:1): idle at train.py:41 in load_batch",
     ]
 

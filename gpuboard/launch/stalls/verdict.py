@@ -31,6 +31,7 @@ from gpuboard.launch.stalls.words import (
     describe,
     is_at,
     lock,
+    of_several,
     other_program,
     process_place,
     seconds,
@@ -146,7 +147,7 @@ def grouped(activities: Mapping[int, Activity], stall: Stall | None) -> list[Ran
         key = one.doing, describe(one), tuple(blockers), rank in named
         found.setdefault(key, []).append(rank)
     return [
-        RankGroup(ranks, doing, words, list(blockers), suspect)
+        RankGroup(ranks, doing, of_several(words) if len(ranks) > 1 else words, list(blockers), suspect)
         for (doing, words, blockers, suspect), ranks in found.items()
     ]
 

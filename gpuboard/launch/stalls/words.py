@@ -50,6 +50,11 @@ def _idle(one: Activity) -> str:
     return "its script has ended, and it waits for its other threads" if at_exit else "idle"
 
 
+def of_several(words: str) -> str:
+    """Return words for one rank as words for several: ``waits for its DataLoader``, ``wait for their DataLoader``."""
+    return "wait " + words[6:].replace("for its ", "for their ", 1) if words.startswith("waits ") else words
+
+
 def at_place(one: Activity) -> str:
     """Return `` at train.py:41 in step``, "" if its place is unknown."""
     return f" at {one.place}" if one.place else ""
@@ -76,8 +81,8 @@ def waiting(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activi
         return ""
     doing: dict[str, list[Activity]] = {}
     for one in ones:
-        doing.setdefault(describe(one).removeprefix("waits "), []).append(one)
-    parts = [f"; {ranks_label(same)} {'waits' if len(same) == 1 else 'wait'} {words}" for words, same in doing.items()]
+        doing.setdefault(describe(one), []).append(one)
+    parts = [f"; {ranks_label(same)} {words if len(same) == 1 else of_several(words)}" for words, same in doing.items()]
     more = f"; {len(parts) - NAMED} more places" if len(parts) > NAMED else ""
     return "".join(parts[:NAMED]) + more
 
