@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -227,6 +226,8 @@ def parse_toml(data: bytes) -> dict[str, Any]:
             raise ValueError(f"brackets nest deeper than {_DEPTH_MAX}")
     if _LONG_KEY.search(bare):
         raise ValueError(f"a key has more than {_DEPTH_MAX} parts")
+    import tomllib  # late: only where there is a file
+
     return tomllib.loads(text)
 
 

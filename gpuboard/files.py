@@ -9,7 +9,10 @@ import select
 import stat
 import sys
 import time
-from typing import BinaryIO
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing would delay the agent, which starts after the config file was looked at
+    from typing import BinaryIO
 
 PIPE_S = 30.0  # the most that the command of a `<(command)` may take
 _NO_PATH = "a path cannot contain a NUL or half of a surrogate pair"

@@ -6,9 +6,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from gpuboard.board.dialogs.launch_process import Starter
 from gpuboard.board.history import History
 from gpuboard.board.history.recorder import Recorder
 from gpuboard.board.operations import Operations
@@ -16,7 +16,6 @@ from gpuboard.board.overview.log import EventLog
 from gpuboard.board.scene import Scene
 from gpuboard.board.terminal.crash import report
 from gpuboard.cluster.fleet import Fleet
-from gpuboard.launch.runs.elsewhere import ClusterRunbook
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import NodeView, Snapshot, scheduler_words
 from gpuboard.model.text import clean
@@ -24,8 +23,10 @@ from gpuboard.model.units import iso
 from gpuboard.scheduler.find import finder
 
 if TYPE_CHECKING:
+    from gpuboard.board.dialogs.launch_process import Starter
     from gpuboard.cluster.inventory.nodes import Node
     from gpuboard.config import Settings
+    from gpuboard.launch.runs.elsewhere import ClusterRunbook
     from gpuboard.scheduler.base import Scheduler
     from gpuboard.shellprobe.connector import NodeConnector
 
@@ -65,13 +66,25 @@ class Core:
         self.events = EventLog(env, self.nodes, kept=not any(node.simulate for node in nodes))
         make = finder(settings, env) if scheduler is not None else None
         self.operations = Operations(nodes, settings, env, self.fleet, make)
-        self.runbook = ClusterRunbook(env, settings, self.nodes, self.fleet.permitted)
         self._found_runs = -_FIND_RUNS_S  # monotonic: when own nodes were looked for
-        self.starter = Starter(nodes, env)
         self._on_show: tuple[str, str] | None = None  # node and UUID, since the last scene
         self._connected = False
         self._closed = threading.Event()
         self._began = time.monotonic()
+
+    @cached_property
+    def runbook(self) -> ClusterRunbook:
+        """The user's runs, on this machine and on the nodes."""
+        from gpuboard.launch.runs.elsewhere import ClusterRunbook  # late: the first frame shows no run
+
+        return ClusterRunbook(self.env, self.settings, self.nodes, self.fleet.permitted)
+
+    @cached_property
+    def starter(self) -> Starter:
+        """The launches from this board."""
+        from gpuboard.board.dialogs.launch_process import Starter  # late, as above
+
+        return Starter(list(self.nodes.values()), self.env)
 
     def connect(self) -> None:
         """Connect to every node; returns at once. ``start`` calls it, too; a second call does nothing."""
@@ -83,6 +96,7 @@ class Core:
     def start(self, changed: Callable[[Scene], object]) -> None:
         """Connect, then call ``changed`` with every new scene, in a background thread."""
         self.connect()
+        _ = self.runbook, self.starter  # before several threads use them: a cached property has no lock
         threading.Thread(target=self._watch, args=(changed,), name="scenes", daemon=True).start()
 
     def record(self, notify: Callable[[str], object]) -> None:
@@ -117,10 +131,12 @@ class Core:
         self._closed.set()
         if self._recorder is not None:
             self._recorder.close()
-        self.starter.close()
+        if "starter" in self.__dict__:  # else there is nothing to close
+            self.starter.close()
         self.operations.close()
         self.fleet.close()
-        self.runbook.close()
+        if "runbook" in self.__dict__:
+            self.runbook.close()
 
     def _watch(self, changed: Callable[[Scene], object]) -> None:
         looked, look_at = self._on_show, 0.0

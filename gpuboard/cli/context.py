@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -57,6 +56,8 @@ class Context:
     def width(self) -> int | None:
         """The width in cells of the terminal, else COLUMNS, else None (no limit)."""
         if self.stdout_is_tty or self.env.get("COLUMNS", "").isdigit():
+            import shutil  # late: `allocate` and the board start quickly
+
             return max(24, shutil.get_terminal_size().columns)
         return None
 

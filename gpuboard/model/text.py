@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterable
 
 # Control (Cc), format (Cf: bidi marks, zero-width), surrogate (Cs), private use (Co), line and paragraph separators.
@@ -20,6 +19,8 @@ def clean(text: str, limit: int = 512) -> str:
         return text  # the usual case: a snapshot of 100 nodes cleans 20,000 strings
     text = text[: 4 * limit]  # a 10 MB title costs no more than a short one
     if not (text.isascii() and text.isprintable()):
+        import unicodedata  # late: most text is ASCII, and `allocate` starts quickly
+
         text = "".join(
             " " if c in _BLANK else c for c in text if c in _BLANK or unicodedata.category(c) not in _DROPPED
         )

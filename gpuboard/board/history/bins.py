@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median_low
 
 _HELD = 2.5  # periods: a value holds until the next sample, at most this long; then a gap begins
 
@@ -18,6 +17,8 @@ def slices(times: Sequence[float], bin_s: float, count: int) -> list[tuple[int, 
     found = [(0, 0)] * count
     if not times:
         return found
+    from statistics import median_low  # late: the first frame has no history yet
+
     period_s = median_low([later - time for time, later in pairwise(times)]) if len(times) > 1 else bin_s
     before = int(times[-1] // bin_s) - count  # the bin before the first
     places = [int(time // bin_s) - before - 1 for time in times]

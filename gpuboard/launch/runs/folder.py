@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,6 +135,8 @@ class RunList(msgspec.Struct, frozen=True):
 
 def new_run_id() -> str:
     """Return a new run id: r and seven letters or digits."""
+    import secrets  # late: it loads OpenSSL, and readers of runs need no new id
+
     return "r" + "".join(secrets.choice(_ALPHABET) for _ in range(7))
 
 
@@ -209,6 +209,8 @@ def prune(env: Mapping[str, str], max_age_s: float, max_size: int) -> None:
 
     Never a run that may still be in progress. Errors are ignored: the next launch tries again.
     """
+    import shutil  # late: only the head of a run deletes old ones
+
     ended: list[tuple[float, int, Path]] = []
     total = 0
     with contextlib.suppress(OSError):
