@@ -8,7 +8,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from gpuboard.board.text.format import short_model
+from gpuboard.model.gpu import short_model
 from gpuboard.model.snapshot import NodeView
 
 # for Counter, which counts in C: 8,000 GPUs per second, most of them equal

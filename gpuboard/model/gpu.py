@@ -6,6 +6,8 @@ what a node sends is untrusted. Unknown is None, never 0. Memory in bytes, tempe
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from typing import Annotated, Literal
 
 import msgspec
@@ -52,6 +54,8 @@ def is_mig(uuid: str) -> bool:
     return uuid.startswith("MIG-") or (uuid.startswith("SIM-") and "-mig" in uuid)
 
 
+_MAKERS = frozenset({"nvidia", "tesla", "geforce", "quadro", "graphics", "device", "generation", "corporation"})
+_PACKAGE = re.compile(r"(SXM\d?|HBM\d?e?)", re.IGNORECASE)  # a part of the name that only repeats the model
 THROTTLE_WORDS = {
     "hw_slowdown": "slowed down by the hardware",
     "hw_thermal": "too hot, slowed down by the hardware",
@@ -86,6 +90,13 @@ _XIDS = {
 def xid_words(code: int) -> str:
     """Return an XID error with its meaning, if known."""
     return f"XID {code}: {_XIDS.get(code, 'see the list of XID errors in NVIDIA’s documentation')}"
+
+
+@lru_cache(maxsize=1024)
+def short_model(name: str) -> str:
+    """Return a GPU's usual name: ``NVIDIA H100 80GB HBM3`` → ``H100 80GB``."""
+    words = [word for word in re.split(r"[\s-]+", name) if word and word.lower() not in _MAKERS]
+    return " ".join(word for word in words if not _PACKAGE.fullmatch(word)) or name or "?"
 
 
 def cuda_name(index: int, uuid: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.format import age, gib, pair, short_model
+from gpuboard.board.text.format import age, gib, pair
 from gpuboard.board.widgets.header import header
+from gpuboard.model.gpu import short_model
 from tests.board.made import GIB, awaited, busy, gpu, mig, node, scene, unread
 
 

@@ -159,7 +159,9 @@ def test_models_match_by_part_or_glob_without_case() -> None:
     nodes = [node("gpu01", gpus=[gpu(0, name="NVIDIA A100-SXM4-40GB")]), node("gpu02", "f")]
     assert got(Request(n=1, model="a100"), *nodes) == {"gpu01": [0]}
     assert got(Request(n=1, model="*H100*HBM3"), *nodes) == {"gpu02": [0]}
-    assert refused(Request(n=1, model="H100*"), *nodes).nearest == "without --model"
+    assert got(Request(n=1, model="A100 40GB"), *nodes) == {"gpu01": [0]}  # as tables show it
+    assert got(Request(n=1, model="H100*"), *nodes) == {"gpu02": [0]}
+    assert refused(Request(n=1, model="100*"), *nodes).nearest == "without --model"
 
 
 def test_free_memory_is_what_is_not_used() -> None:

@@ -12,7 +12,7 @@ from gpuboard.board.arrange import activity, age_of
 from gpuboard.board.filter.language import Key, Language
 from gpuboard.board.filter.matchers import named, percent, person, place, quantity, size, text, word
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.format import short_model
+from gpuboard.model.gpu import short_model
 from gpuboard.model.snapshot import GpuView, JobView, NodeView
 from gpuboard.model.state import STATES
 from gpuboard.model.units import parse_duration, parse_number

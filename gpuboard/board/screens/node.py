@@ -16,7 +16,7 @@ from gpuboard.board.history import History, Span
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail.graphs import GraphFrame
 from gpuboard.board.text.detail.host import host_graphs, network_words
-from gpuboard.board.text.format import age, percent, reason_beside, short_model
+from gpuboard.board.text.format import age, percent, reason_beside
 from gpuboard.board.text.gpu_row import degrees, device_owner, device_state, known, owner, state_runs, watts
 from gpuboard.board.text.lines import NAME, Runs, above, named
 from gpuboard.board.text.plots import bins, curve, meter, part_of, per_cell
@@ -26,6 +26,7 @@ from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import HEADER, Cell, Column, Grid, Row
 from gpuboard.board.widgets.pane import Pane
 from gpuboard.board.widgets.single_node import ProcessGrid
+from gpuboard.model.gpu import short_model
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, shown_flags
 from gpuboard.model.units import format_size
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import width
-from gpuboard.board.text.format import short_model
 from gpuboard.board.text.rows import GAP, Column
+from gpuboard.model.gpu import short_model
 
 BAR = 4  # cells of the bar before the memory
 SPARK = 10

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 from gpuboard.model.units import format_duration
 
 UNKNOWN = "?"
 PACK = 4  # cells per group: easier to count by eye
-_MAKERS = frozenset({"nvidia", "tesla", "geforce", "quadro", "graphics", "device", "generation", "corporation"})
-_PACKAGE = re.compile(r"(SXM\d?|HBM\d?e?)", re.IGNORECASE)  # a part of the name that only repeats the model
 FLAG_MARKS: Mapping[str, str] = {"rogue": "!", "disputed": "d", "overdue": "o", "sick": "+", "idle": "z"}  # worst first
-
-
-@lru_cache(maxsize=1024)
-def short_model(name: str) -> str:
-    """Return a GPU's usual name: ``NVIDIA H100 80GB HBM3`` → ``H100 80GB``."""
-    words = [word for word in re.split(r"[\s-]+", name) if word and word.lower() not in _MAKERS]
-    return " ".join(word for word in words if not _PACKAGE.fullmatch(word)) or name or UNKNOWN
 
 
 def shortest_model(model: str) -> str:

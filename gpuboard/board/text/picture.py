@@ -26,13 +26,13 @@ from gpuboard.board.text.format import (
     flag_role,
     pair,
     percent,
-    short_model,
 )
 from gpuboard.board.text.gpu_cell import TALLEST, CellSize, Ink, first_line, further_lines, has_readings
 from gpuboard.board.text.gpu_row import known, letter_of, units
 from gpuboard.board.text.plots import curve, metered, part_of, per_cell
 from gpuboard.board.text.rows import GAP, Cell, Column, Runs
 from gpuboard.board.theme.styles import LETTERS
+from gpuboard.model.gpu import short_model
 from gpuboard.model.snapshot import GpuView, NodeView
 
 _STATE, _FREE = 11, 5  # widths of columns

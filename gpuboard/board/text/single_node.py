@@ -16,7 +16,7 @@ from gpuboard.board.arrange import Group, users_of
 from gpuboard.board.history import MEMORY, POWER, UTILIZATION, History
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import fit, fit_runs, width
-from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_beside, short_model
+from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_beside
 from gpuboard.board.text.gpu_row import (
     Device,
     Shown,
@@ -34,7 +34,7 @@ from gpuboard.board.text.plots import curve, meter, metered, part_of, per_cell
 from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key, with_values
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
-from gpuboard.model.gpu import Sensors
+from gpuboard.model.gpu import Sensors, short_model
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView
 from gpuboard.model.units import format_size
 

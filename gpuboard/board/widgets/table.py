@@ -10,7 +10,7 @@ from gpuboard.board.arrange import Row as Item
 from gpuboard.board.history import History
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.tables.columns import BAR, SPARK, ColumnChoice, layout
-from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_beside, short_model
+from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_beside
 from gpuboard.board.text.gpu_row import (
     Device,
     Shown,
@@ -27,6 +27,7 @@ from gpuboard.board.text.gpu_row import (
 from gpuboard.board.text.picture import group_words, trouble_role
 from gpuboard.board.text.plots import curve, meter, part_of, per_cell
 from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
+from gpuboard.model.gpu import short_model
 from gpuboard.model.snapshot import GpuView, MigView, NodeView
 
 

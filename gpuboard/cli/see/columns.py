@@ -8,11 +8,11 @@ from typing import NamedTuple
 from gpuboard.board.arrange import activity, age_of, users_of
 from gpuboard.board.filter.conditions import ALIASES
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.format import reason_beside, short_model
+from gpuboard.board.text.format import reason_beside
 from gpuboard.cli.options import nearest
 from gpuboard.cli.table import Cell, Column, Step
 from gpuboard.errors import UsageError
-from gpuboard.model.gpu import GpuState
+from gpuboard.model.gpu import GpuState, short_model
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, shown_flags
 from gpuboard.model.text import clean, quoted
 from gpuboard.model.units import format_duration

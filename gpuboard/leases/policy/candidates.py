@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from gpuboard.errors import UsageError
+from gpuboard.model.gpu import short_model
 from gpuboard.model.request import ChosenGpu, Pick, Request, slot
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.text import quoted
@@ -199,9 +200,12 @@ def names_gpu(pick: Pick, node: str, index: int, uuid: str, mig: int | None) -> 
 
 
 def matches(name: str, model: str) -> bool:
-    """Return whether ``model`` is a part of a GPU's name, or a glob for it; case-insensitive."""
-    name, model = name.lower(), model.lower()
-    return fnmatchcase(name, model) if re.search(r"[*?[]", model) else model in name
+    """Return whether ``model`` is a part of a GPU's name or of its short one, or a glob for either; case-insensitive.
+
+    Tables show the short name: ``A100 80GB`` for ``NVIDIA A100-SXM4-80GB``.
+    """
+    names, model = (name.lower(), short_model(name).lower()), model.lower()
+    return any(fnmatchcase(one, model) if re.search(r"[*?[]", model) else model in one for one in names)
 
 
 def _is_profile(model: str, profile: str) -> bool:
