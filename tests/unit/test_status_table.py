@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from gpuboard.board.scene import Scene
+from gpuboard.cli.context import Context
 from gpuboard.cli.main import load, parser_of
 from gpuboard.cli.see import columns, status
 from gpuboard.cli.see.selection import Selection
@@ -266,3 +267,13 @@ def test_next_due_skips_missed_updates() -> None:
     assert next_due(10.0, 2.0, 10.5) == 12.0
     assert next_due(10.0, 2.0, 12.5) == 14.0
     assert next_due(10.0, 2.0, 31.0) == 32.0
+
+
+@pytest.mark.parametrize("lines", [6, 8, 24])
+def test_a_frame_of_watch_fits_a_low_terminal(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINES", str(lines))
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = [*map(str, range(40)), "", *"abcdef"]
+    frame = status._frame(shown, Context([]), 1.0).split("\r\n")
+    assert len(frame) == lines - 1
+    assert "more rows" in frame[1 if lines < 9 else lines - 9]

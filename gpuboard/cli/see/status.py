@@ -235,7 +235,7 @@ def _wrapped(text: str, width: int | None) -> list[str]:
 
 
 def sums(snapshot: Snapshot, whole: Snapshot | None = None) -> str:
-    """Return the last line: the number of GPUs in each state, and of unreachable nodes.
+    """Return the text below the table: the number of GPUs in each state, and of unreachable nodes.
 
     ``whole``: the snapshot that ``snapshot`` is the listed part of.
     """
@@ -323,8 +323,8 @@ def _frame(shown: Sequence[str], context: Context, interval_s: float) -> str:
     """Return one frame, drawn over the last one without clearing the screen, which would flicker."""
     height = shutil.get_terminal_size().lines
     totals = max(number for number, line in enumerate(shown) if not line)  # they follow the last blank line
-    lines, tail = list(shown[:totals]), shown[totals:]
-    room = height - 2 - len(tail)
+    lines, tail = list(shown[:totals]), shown[totals:][: max(1, height - 3)]
+    room = max(1, height - 2 - len(tail))
     if len(lines) > room:
         lines = [
             *lines[: room - 1],
