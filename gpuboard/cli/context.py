@@ -119,13 +119,22 @@ class Context:
         return Scope(tuple(self.reach(inventory(self.settings, [nodeset]))))
 
     def scope_of(self, ids: Sequence[str]) -> Scope:
-        """Return the nodes where leases are looked for by ids or their starts: the shell's own lease on its nodes.
+        """Return the nodes where leases are looked for by ids or their starts.
 
-        A scheduler's nodes include them.
+        The shell's own lease: its nodes. Others: the nodes in scope, with those of the own lease if an id may mean it.
         """
+        from gpuboard.leases.ledger import Scope
+
         own = self.env.get("GPUBOARD_LEASE", "")
-        mine = bool(ids) and all(own.startswith(text) for text in ids) and self._scheduler_factory() is None
-        return (self.leased() if mine else None) or self.scope()
+        leased = self.leased() if any(text and own.startswith(text) for text in ids) else None
+        if leased is None:
+            return self.scope()
+        if all(text == own for text in ids):
+            return leased
+        scope = self.scope()
+        known = {node.name for node in scope.nodes}
+        more = (node for node in leased.nodes if node.name not in known)
+        return Scope((*scope.nodes, *more), explicit=scope.explicit, job=scope.job)
 
     def known(self) -> list[Node]:
         """Return the nodes in scope, inside a Slurm job the job's; ssh has asked for nothing yet (:meth:`reach`)."""

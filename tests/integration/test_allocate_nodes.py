@@ -71,11 +71,13 @@ def test_a_shell_finds_its_own_lease_on_the_nodes_that_only_allocate_named(small
         gpuboard env --node gpu01 | tail -1
         gpuboard renew "$GPUBOARD_LEASE" --for 2h >renewed || exit
         gpuboard release zzzz; echo "$?"
-        gpuboard release "$GPUBOARD_LEASE"
+        gpuboard doctor --lease "$GPUBOARD_LEASE" 2>&1 | grep -c "inventory"
+        gpuboard release "${{GPUBOARD_LEASE%??}}"
         gpuboard release --mine --nodes '{SCOPE}'"""
     done = small["login1"].run(["bash", "-c", script], user="alice")
-    visible, other, released, rest = done.stdout.splitlines()
+    visible, other, unknown_nodes, released, rest = done.stdout.splitlines()
     assert (visible, other, rest) == ("export CUDA_VISIBLE_DEVICES='0,1,2,3,4'", "5", "you have no leases"), done.stderr
+    assert unknown_nodes == "0"
     assert ": gpu01:0-4@" in released
 
 

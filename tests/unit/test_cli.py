@@ -13,7 +13,9 @@ import pytest
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import COMMANDS, GROUPS, load, main, parser_of, split
 from gpuboard.cli.reserve.allocate import progress
+from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import UsageError
+from gpuboard.leases.ledger import Scope
 
 
 def gpuboard(*args: str, env: dict[str, str] | None = None, stdout: int = subprocess.PIPE) -> tuple[int, str, str]:
@@ -326,3 +328,23 @@ def test_the_value_of_an_option_may_begin_with_a_dash() -> None:
     for words in (["--at", "--free"], ["--at", "-h"], ["--at"]):
         with pytest.raises(UsageError, match="--at needs a value"):
             parser.read(words)
+
+
+@pytest.mark.parametrize(
+    ("ids", "nodes"),
+    [
+        (["k3f9"], ["ws1"]),
+        (["k3f"], ["s01", "ws1"]),  # may be another lease's, too
+        (["k3f9", "m2aa"], ["s01", "ws1"]),
+        (["m2aa"], ["s01"]),
+        ([""], ["s01"]),
+        ([], ["s01"]),
+    ],
+)
+def test_leases_are_looked_for_on_the_nodes_of_the_shells_own(ids: list[str], nodes: list[str]) -> None:
+    class WithScheduler(Context):
+        def scope(self) -> Scope:
+            return Scope((Node("s01", "s01"),))
+
+    context = WithScheduler([], {"GPUBOARD_LEASE": "k3f9", "GPUBOARD_NODES": "ws1", "HOME": "/nonexistent"})
+    assert [node.name for node in context.scope_of(ids).nodes] == nodes

@@ -79,7 +79,7 @@ def _sections(args: argparse.Namespace, context: Context) -> tuple[dict[str, lis
     nodes: list[Node] = []
     wrong: list[Check] = []
     try:
-        nodes = list(context.scope().nodes)
+        nodes = list(context.scope_of([args.lease] if args.lease else []).nodes)
     except GpuboardError as error:
         if context.nodesets or launch_checks.requested(args):
             raise

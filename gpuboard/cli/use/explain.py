@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 
 import msgspec
@@ -87,7 +88,7 @@ def _explain_jobs(args: argparse.Namespace, context: Context) -> int:
         found = find_jobs(nodes, context.settings, lambda: None, args.pid)
     else:
         nodes = context.named(args.node)
-        if args.pid is not None:  # on the first node as written, `nodes` is sorted
+        if args.pid is not None and not re.search("[!&^]", args.node):  # the first as written: `nodes` is sorted
             first = named(split_outside(args.node, ",")[0], context.known())[0].name
             nodes.sort(key=lambda node: node.name != first)
         found = find_jobs(nodes, context.settings, context.new_scheduler, args.pid)

@@ -190,7 +190,7 @@ def _launch(
         max_restarts=args.max_restarts,
         min_ranks=args.min_n,
     )
-    scope = context.leased() or context.scope()
+    scope = context.scope_of([args.lease or context.env.get("GPUBOARD_LEASE", "")])
     sent |= environ.of_job(context.env) if context.job is not None else {}
     with (
         _screen(quiet=args.run_id is not None, stdout=not (args.json or args.detach)) as screen,
@@ -318,7 +318,7 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
         if found.lease == lease:  # otherwise the shell has another lease by now
             return found, f"GPUBOARD_RANK_MAP={file}"
     try:
-        with context.ledger(lambda: context.leased() or context.scope()) as ledger:
+        with context.ledger(lambda: context.scope_of([lease])) as ledger:
             return ledger.existing(lease, args.n).rank_map, where
     except NoSuchLease as error:
         if args.lease:
