@@ -322,6 +322,20 @@ def test_a_gpu_whose_mig_mode_is_unknown_is_not_read_as_one_without_mig(script: 
         assert [[m.uuid for m in fact.mig or []] for fact in agent.static.gpus] == [["MIG-a"]] * 4
 
 
+def test_mig_devices_that_could_not_be_described_are_asked_for_again(script: Path) -> None:
+    parts = (Mig("MIG-a"),)
+    unknown = Gpu(mig=parts, trouble=(f"fault nvmlDeviceGetGpuInstanceId {nvml.LOST}",))
+    write_script(script, [unknown, Gpu()])
+    with Agent(script, interval_s=0.1) as agent:
+        assert [gpu.lost for gpu in agent.reading().gpus] == [True, False]
+        write_script(script, [Gpu(mig=parts), unknown])
+        agent.reading(when=lambda r: [gpu.lost for gpu in r.gpus] == [False, True])
+        write_script(script, [Gpu(mig=parts), Gpu(mig=parts)])
+        agent.reading(when=lambda r: not any(gpu.lost for gpu in r.gpus))
+        assert agent.static is not None
+        assert [[m.uuid for m in fact.mig or []] for fact in agent.static.gpus] == [["MIG-a"], ["MIG-a"]]
+
+
 def test_gpus_that_change_places_take_their_readings_with_them(script: Path) -> None:
     first, second, third = (Gpu(uuid=f"GPU-{k}", temperature=30 + k) for k in range(3))
     write_script(script, [first, second])

@@ -267,9 +267,11 @@ class Probe:
             if "error" in fact:
                 continue  # no handle: keep the known facts
             if known is not None and known["uuid"] == fact["uuid"]:
+                if "mig" not in fact:  # a call has failed: what it and later ones tell is not known
+                    fact = {name: value for name, value in fact.items() if value}  # noqa: PLW2901
                 if self.stuck:  # keep links to a GPU that hangs
                     fact = {name: fact[name] for name in ("mig",) if name in fact}  # noqa: PLW2901
-                fact = dict(known, **fact)  # noqa: PLW2901 - keep what a failing call did not report
+                fact = dict(known, **fact)  # noqa: PLW2901
             elif known is not None:
                 self._values.pop(k, None)  # those of another GPU
             self._facts[k] = fact

@@ -71,7 +71,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     facts = {k: reader.facts(k) for k in wanted}
     reader.connections(facts)
     _send(fd_out, ("static", facts))
-    layout = dict(reader.layout)
+    layout = {k: devices for k, devices in reader.layout.items() if "mig" in facts[k]}  # read again where it failed
     first = True
     xids: "Optional[_Xids]" = None
     activity: "Optional[ActivityMeter]" = None
@@ -82,8 +82,9 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
             for k in reader.handles:
                 try:
                     facts[k]["mig"] = reader.mig_facts(k)
-                except pynvml.NVMLError:
-                    continue  # as known before; its readings carry the error
+                except pynvml.NVMLError as error:
+                    layout.pop(k, None)  # again in the next pass; without its devices, a GPU in MIG mode looks free
+                    values[k].update(_failure(error))
             _send(fd_out, ("static", facts))
         if mark[2] and RATES not in skip:
             if activity is None:
