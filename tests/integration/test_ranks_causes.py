@@ -181,7 +181,7 @@ def test_the_cause_in_a_chain_of_exceptions(
 
 def test_the_death_of_the_process_that_sent_data_is_noted(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:
     assert raised[1][12]["note"] == "the process that sent the data has ended: a DataLoader worker?"
-    assert re.fullmatch(r"the process that sent the data \(pid \d+\) was killed by SIGKILL", raised[1][13]["note"])
+    assert re.fullmatch(r"a process of this rank \(pid \d+\) was killed by SIGKILL", raised[1][13]["note"])
     assert re.fullmatch(r"worker \(pid \d+\) was killed by SIGKILL", raised[1][16]["note"])
     assert [raised[1][rank]["own_connection"] for rank in (11, 12, 13)] == [False, True, True]
 

@@ -88,9 +88,25 @@ def test_an_exception_that_every_rank_gets_names_the_rank_that_failed(tmp_path: 
         node.wait_ended()
         for told in node.data("raised"):
             assert (told["type"], told["message"]) == ("OSError", "[Errno 28] No space left on device")
-            assert (told["line"], told["function"], told["origin"]) == (9, "write_data", 1)
-            note = "every rank got it as torch.distributed.checkpoint.api.CheckpointException"
+            words, origin = ("raised again as", None) if told["rank"] == 1 else ("every rank got it as", 1)
+            assert (told["line"], told["function"], told["origin"]) == (9, "write_data", origin)
+            note = f"{words} torch.distributed.checkpoint.api.CheckpointException"
             assert told["note"] == f"{note} at {tmp_path / 'save.py'}:13"
+
+
+@pytest.mark.parametrize("how", ["no_dist=True", "process_group=distributed.new_group([1])"])
+def test_the_ranks_of_a_checkpoint_are_not_those_of_the_run(how: str, tmp_path: Path) -> None:
+    save = CHECKPOINT.replace(
+        'checkpoint.save({"weights": torch.ones(3)}, storage_writer=Full("saved"))',
+        f'how = dict({how})\nif os.environ["RANK"] == "1":\n'
+        '    checkpoint.save({"weights": torch.ones(3)}, storage_writer=Full("saved"), **how)\ndistributed.barrier()',
+    )
+    (tmp_path / "save.py").write_text(save)
+    with Node(launch_config(tmp_path, "save.py", count=2)) as node:
+        node.start()
+        node.wait_ended()
+        (told,) = (told for told in node.data("raised") if told["type"] == "OSError")
+        assert (told["rank"], told["origin"], told["function"]) == (1, None, "write_data")
 
 
 STARVED = """

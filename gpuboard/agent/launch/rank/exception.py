@@ -83,7 +83,7 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
         "line": line,
         "function": function,
         "note": ", ".join(notes),
-        "origin": min(_of_ranks(cause), default=None),
+        "origin": _origin(cause),
         "own_connection": any(
             isinstance(one, (OSError, EOFError))
             and _passes(trace if one is error else one.__traceback__, _OWN_CONNECTIONS)
@@ -112,7 +112,7 @@ def _ended_child() -> str:
             continue
         if found is not None and found.si_status != 0:
             code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-            return "the process that sent the data" + _ended(process.pid, code)
+            return "a process of this rank" + _ended(process.pid, code)
     return ""
 
 
@@ -124,7 +124,10 @@ def _ended_workers(trace: "Optional[TracebackType]") -> "List[str]":
 
 
 def _ended(pid: int, code: int) -> str:
-    how = "ended with exit code %d" % code if code >= 0 else "was killed by " + signal.Signals(-code).name
+    try:
+        how = "ended with exit code %d" % code if code >= 0 else "was killed by " + signal.Signals(-code).name
+    except ValueError:  # a realtime signal has no name
+        how = "was killed by signal %d" % -code
     return " (pid %d) %s" % (pid, how)
 
 
@@ -197,9 +200,11 @@ def _read(error: BaseException, trace: "Optional[TracebackType]") -> "Tuple[str,
     message, place = _message(error), _place(error, trace)
     failed = _of_ranks(error)
     if failed:
-        below, stack = failed[min(failed)]
+        origin = _origin(error)
+        below, stack = failed[_rank() if origin is None else origin]
         inside = traceback_text.innermost([(frame.filename, frame.lineno, frame.name) for frame in stack])
-        return type_name(below), _message(below), inside, ["every rank got it as %s" % type_name(error) + _at(place)]
+        words = "raised again as" if origin is None else "every rank got it as"
+        return type_name(below), _message(below), inside, ["%s %s" % (words, type_name(error)) + _at(place)]
     remote = error.__cause__
     if remote is not None and type(remote).__name__.endswith("RemoteTraceback"):
         last = traceback_text.last_traceback(str(remote))
@@ -216,9 +221,31 @@ def _read(error: BaseException, trace: "Optional[TracebackType]") -> "Tuple[str,
 
 
 def _of_ranks(error: BaseException) -> "Dict[int, Any]":
-    """Return, by rank, the exceptions with their stacks that torch.distributed.checkpoint raises on every rank."""
+    """Return, by rank, the exceptions with their stacks that torch.distributed.checkpoint raises on every rank.
+
+    Its keys are numbers in the process group that it used; without a group, 0 on each rank by itself.
+    """
     found = getattr(error, "failures", None)
-    return found if type(error).__name__ == "CheckpointException" and isinstance(found, dict) else {}
+    if type(error).__name__ != "CheckpointException" or not isinstance(found, dict):
+        return {}
+    users: "List[Any]" = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    used = next((one for one in users if type(one).__name__ == "_DistWrapper" and one.use_dist), None)
+    if used is None:
+        return {_rank(): one for one in found.values()}
+    if used.group is None:
+        return found
+    return {sys.modules["torch.distributed"].get_global_rank(used.group, k): one for k, one in found.items()}
+
+
+def _origin(error: BaseException) -> "Optional[int]":
+    """Return the rank that failed, of an exception that every rank gets; None where this rank failed itself."""
+    failed = _of_ranks(error)
+    return None if _rank() in failed else min(failed, default=None)
+
+
+def _rank() -> int:
+    distributed: "Any" = sys.modules.get("torch.distributed")
+    return distributed.get_rank() if getattr(distributed, "is_initialized", bool)() else int(os.environ["RANK"])
 
 
 def type_name(error: BaseException) -> str:

@@ -293,6 +293,7 @@ def _report(channel: "WorkerChannel", error: BaseException, state: "Dict[str, bo
         _send_report(channel, error, trace, state)
     except Exception as second:
         _send_report(channel, second, trace, state)
+        error.__traceback__ = _strip(trace)  # it is printed, too
         raise second.with_traceback(trace)
 
 
