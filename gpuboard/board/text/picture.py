@@ -281,16 +281,16 @@ def group_words(group: Group) -> Runs:
 def legend(nodes: Sequence[NodeView], states: bool, room: int) -> list[tuple[str, str, str]]:
     """Return letters, if ``states``, and marks, each with its role and meaning.
 
-    Where not all fit into ``room`` cells: of those that the nodes' GPUs have, the rarer ones.
+    Where not all fit into ``room`` cells: of those that the nodes' GPUs have, first the marks, the worst before others.
     """
-    signs = [(letter, state, state) for state, letter in LETTERS.items() if states or state == "mig"]
-    signs += [(mark, flag_role(flag), flag) for flag, mark in FLAG_MARKS.items()]
+    marks = [(mark, flag_role(flag), flag) for flag, mark in FLAG_MARKS.items()]
+    signs = [*((letter, state, state) for state, letter in LETTERS.items() if states or state == "mig"), *marks]
     if sum(len(word) + 4 for _, _, word in signs) <= room:
         return signs
     gpus = [gpu for node in nodes for gpu in node.gpus]
     present = {gpu.state for gpu in gpus}.union(*(gpu.flags for gpu in gpus if gpu.flags))
     kept = set()
-    for _, _, word in reversed(signs):
+    for _, _, word in (*marks, *reversed(signs[: -len(marks)])):
         if word in present and len(word) + 4 <= room:
             room -= len(word) + 4
             kept.add(word)
