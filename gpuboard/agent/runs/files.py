@@ -32,7 +32,10 @@ def base() -> str:
         if not home.startswith("/"):
             import pwd  # late: HOME is set as a rule
 
-            home = pwd.getpwuid(os.geteuid()).pw_dir
+            try:
+                home = pwd.getpwuid(os.geteuid()).pw_dir
+            except KeyError:
+                home = "/nonexistent"
         state = home + "/.local/state"
     return state + "/gpuboard/runs"
 

@@ -62,11 +62,11 @@ def read_xml(data: bytes, messages: bytes = b"") -> smi.Listing:
 
 def _parse(text: str) -> "Element":
     """Return the root element. Raises Bad for malformed XML; read_xml has rejected entities."""
-    from xml.etree import ElementTree  # late: only where nvidia-smi is used
-
     root: "Element"
     depth = count = 0
     try:
+        from xml.etree import ElementTree  # late: only where nvidia-smi is used; not every Python has it
+
         parsed = ElementTree.iterparse(io.BytesIO(text.encode("utf-8", "replace")), ("start", "end"))
         for event, root in parsed:  # noqa: B007  the last element to end is the root
             count += event == "start"
