@@ -61,7 +61,7 @@ def among_effects(failures: Failures) -> Cause:
         text = f"{failures.where(rank)} {failures.exit_text(rank, code)}"
         return known or Cause("exit", rank, failures.ranks[rank].node, text, at=at)
     gone = [rank for _, rank, code in left if not code]
-    others = rank_words([c.rank for c in failures.candidates if c.rank is not None])
+    others = rank_words(sorted({c.rank for c in failures.candidates if c.rank is not None}))
     who, them = (failures.where(rank), "it") if len(gone) == 1 else (rank_words(gone), "them")
     text = f"{who} ended with exit code 0 in the middle of training; {others} lost the connection to {them}"
     evidence = first.text
