@@ -36,7 +36,10 @@ def found(folder: Path, script: str) -> dict[str, str]:
     assert all(check.status == "warn" and check.cause and check.remedy for check in checks)
     assert not any("\n" in text for check in checks for text in (check.evidence, check.cause, check.remedy))
     lines = {f"train.py:{FIRST + n}": f"train.py:{n}" for n in range(1, 60)}
-    return {check.name.removeprefix("script: "): _relative(check.evidence, lines) for check in checks}
+    evidence: dict[str, list[str]] = {}  # a name may have several checks
+    for check in checks:
+        evidence.setdefault(check.name.removeprefix("script: "), []).append(_relative(check.evidence, lines))
+    return {name: ", ".join(texts) for name, texts in evidence.items()}
 
 
 def _relative(text: str, lines: dict[str, str]) -> str:
@@ -188,6 +191,33 @@ WARNED = [
     ),
     (
         """
+        def setup():
+            if torch.cuda.device_count() > 1:
+                with torch.no_grad():
+                    os.environ["LOCAL_RANK"] = "0"
+        def main():
+            if len(sys.argv) > 9:
+                sys.exit("usage")
+            try:
+                setup()
+            finally:
+                print("end")
+        try:
+            main()
+        except KeyboardInterrupt:
+            pass
+        """,
+        {"fixed RANK": "train.py:4 sets LOCAL_RANK to 0"},
+    ),
+    (
+        """
+        def main():
+            os.environ["RANK"] = "0"
+        """,
+        {"fixed RANK": "train.py:2 sets RANK to 0"},
+    ),
+    (
+        """
         class Net(nn.Module):
             def forward(self, x):
                 try:
@@ -203,6 +233,32 @@ WARNED = [
 @pytest.mark.parametrize(("script", "warned"), WARNED)
 def test_what_is_known_to_fail_is_reported_with_its_line(tmp_path: Path, script: str, warned: dict[str, str]) -> None:
     assert found(tmp_path, script) == warned
+
+
+@pytest.mark.parametrize(
+    ("variable", "alone", "cause"),
+    [
+        ("RANK", "0", "several ranks would be the same one"),
+        ("LOCAL_RANK", "0", "all ranks of a node would use the same GPU"),
+        ("WORLD_SIZE", "1", "with another number of ranks init_process_group fails, or waits"),
+    ],
+)
+def test_a_fixed_variable_is_explained_by_its_own_name(tmp_path: Path, variable: str, alone: str, cause: str) -> None:
+    (tmp_path / "train.py").write_text(f"{IMPORTS}os.environ['{variable}'] = '3'\n")
+    (check,) = script_checks(Target("script", "train.py"), tmp_path)
+    assert (check.name, check.status) == ("script: fixed RANK", "warn")
+    assert check.cause.startswith(cause)
+    assert check.remedy.startswith(f"delete that line: gpuboard launch sets {variable} for each rank; ")
+    assert check.remedy.endswith(f'os.environ.setdefault("{variable}", "{alone}")')
+
+
+def test_a_positional_only_parameter_may_be_the_rank(tmp_path: Path) -> None:
+    script = """
+        def setup(device, /, net):
+            torch.cuda.set_device(device)
+        setup(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
+        """
+    assert found(tmp_path, script) == {"RANK as device": "train.py:2 uses RANK as the number of a GPU"}
 
 
 def test_every_rule_is_tested() -> None:
@@ -257,6 +313,88 @@ CORRECT = {
                 os.environ["RANK"] = "0"
             if args.spawn:
                 mp.spawn(worker, args=(2,), nprocs=2)
+    """,
+    "a RANK where there is one GPU": """
+        def main():
+            print(1)
+        if torch.cuda.device_count() > 1:
+            main()
+        else:
+            os.environ["RANK"] = "0"
+            os.environ["WORLD_SIZE"] = "1"
+    """,
+    "a RANK after a return or an exit": """
+        def main():
+            if torch.cuda.device_count() > 1:
+                return
+            os.environ["RANK"] = "0"
+        main()
+        if len(sys.argv) > 1:
+            sys.exit(print())
+        os.environ["RANK"] = "0"
+    """,
+    "a RANK for imports": """
+        if __name__ != "__main__":
+            os.environ["RANK"] = "0"
+    """,
+    "a RANK that is set only where there is none": """
+        "RANK" in os.environ or os.environ.update({"RANK": "0"})
+        os.environ.update({"WORLD_SIZE": "1"}) if "WORLD_SIZE" not in os.environ else None
+        while "RANK" not in os.environ:
+            os.environ["RANK"] = "0"
+    """,
+    "a RANK in a function that an option calls, or nothing": """
+        def single():
+            os.environ["RANK"] = "0"
+            os.environ["WORLD_SIZE"] = "1"
+        def indirect():
+            single()
+        def unused():
+            os.environ["RANK"] = "0"
+            indirect()
+        if __name__ == "__main__":
+            args = sys.argv
+            if args.single:
+                single()
+            for _ in args.runs:
+                indirect()
+    """,
+    "a RANK in one of two functions, a handler, a lambda or a default": """
+        try:
+            import horovod
+            os.environ["RANK"] = "0"
+        except ImportError:
+            os.environ["RANK"] = "0"
+        else:
+            os.environ["RANK"] = "0"
+        alone = lambda: os.environ.update({"RANK": "0"})
+        if sys.flags.debug:
+            def setup():
+                os.environ["RANK"] = "0"
+        else:
+            def setup():
+                print(1)
+        setup()
+        match sys.argv:
+            case [_]:
+                os.environ["RANK"] = "0"
+        class Run:
+            def alone(self):
+                os.environ["RANK"] = "0"
+    """,
+    "mp.spawn in the other branch": """
+        if __name__ != "__main__":
+            mp.spawn(print, nprocs=2)
+        if __name__ == "__main__":
+            if torch.cuda.is_available():
+                print(1)
+            else:
+                mp.spawn(print, nprocs=2)
+    """,
+    "LOCAL_RANK after a positional-only parameter": """
+        def setup(net, /, device):
+            torch.cuda.set_device(device)
+        setup(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
     """,
     "processes that are no ranks": """
         def load(queue):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 
 import msgspec
 
-from gpuboard.launch.lint.tree import ScriptTree, argument, constant
+from gpuboard.launch.lint.tree import Function, ScriptTree, argument, constant
 
 Found = Iterator[tuple[int, str]]  # line, what is there
+_Exits = dict[ast.AST | None, int]  # function → its first line that may end it; None: the module
 
 _INIT = "torch.distributed.init_process_group"
 _SPAWN = {"torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn", "torch.multiprocessing.start_processes"}
@@ -35,7 +38,11 @@ _CONSTANTS = {
     for name in ("zeros", "ones", "empty", "full", "rand", "randn", "tensor")
     for like in ("", "_like")
 }  # fmt: skip
+# Their parts may be executed never, or later
+_SELDOM = (ast.ExceptHandler, ast.match_case, ast.Lambda, ast.comprehension, ast.ListComp, ast.SetComp, ast.DictComp,
+           ast.GeneratorExp, ast.Assert)  # fmt: skip
 _FIXED_URL = re.compile(r"tcp://.*:\d+/?$")
+_CALLS = 20  # of one function in another that are looked at: bounds the time for a generated file
 _LOSS = re.compile(r"(^|[._])loss(es)?$", re.IGNORECASE)
 
 
@@ -95,16 +102,80 @@ def _fixed_port(tree: ScriptTree) -> Found:
             yield node.lineno, f"sets MASTER_PORT to {value}"
 
 
-def _fixed_rank(tree: ScriptTree) -> Found:
-    for node, name, value in _variables_set(tree):
-        tests = [one.test for one in tree.above(node) if isinstance(one, ast.If)]
-        if (
-            name in {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
-            and all(_about_count(tree, test) for test in tests)
-            and not tree.depends_on_launcher(node)
-            and not _started_only(tree, tree.function(node))
-        ):
-            yield node.lineno, f"sets {name} to {value}"
+def _fixed_rank(tree: ScriptTree, variable: str) -> Found:
+    sets = [(node, value) for node, name, value in _variables_set(tree) if name == variable]
+    if not sets:
+        return
+    exits = _first_exits(tree)
+    scopes = _reached_scopes(tree, exits)
+    for node, value in sets:
+        if tree.function(node) in scopes and _always_runs(tree, node, exits):
+            yield node.lineno, f"sets {variable} to {value}"
+
+
+def _reached_scopes(tree: ScriptTree, exits: _Exits) -> set[ast.AST | None]:
+    """Return the functions that a launch calls for sure; None: the module itself."""
+    calls: dict[ast.AST | None, list[tuple[ast.Call, Function]]] = {}  # by where they are, with what is called
+    counts: Counter[tuple[ast.AST | None, str]] = Counter()
+    for call, name in tree.calls:
+        function, scope = tree.functions.get(name), tree.function(call)
+        if function is not None and counts[scope, name] < _CALLS:
+            counts[scope, name] += 1
+            calls.setdefault(scope, []).append((call, function))
+    found: set[ast.AST | None] = {None}
+    if (main := tree.functions.get("main")) is not None and "main" not in tree.uses:
+        found.add(main)  # called by launch itself: train:main
+    todo = list(found)
+    while todo:
+        for call, function in calls.get(todo.pop(), ()):
+            if function not in found and all(_always_runs(tree, one, exits) for one in (call, function)):
+                found.add(function)
+                todo.append(function)
+    return found
+
+
+def _always_runs(tree: ScriptTree, node: ast.stmt | ast.expr, exits: _Exits) -> bool:
+    """Whether every launch that enters the innermost function around ``node``, or the module, executes it."""
+    function = tree.function(node)
+    child: ast.AST = node
+    for parent in tree.above(node):
+        if not _runs_child(tree, parent, child):
+            return False
+        if parent is function:
+            break
+        child = parent
+    return node.lineno <= exits.get(function, node.lineno) and not tree.depends_on_launcher(node)
+
+
+def _runs_child(tree: ScriptTree, parent: ast.AST, child: ast.AST) -> bool:
+    """Whether each execution of ``parent`` executes the part ``child``."""
+    if isinstance(parent, ast.If):
+        return child is parent.test or (child in parent.body and _about_count(tree, parent.test))
+    if isinstance(parent, (ast.Try, ast.TryStar)):  # an earlier error may be handled
+        return child in parent.finalbody or child is parent.body[0] or (child in parent.body and not parent.handlers)
+    if isinstance(parent, (ast.IfExp, ast.While)):
+        return child is parent.test
+    if isinstance(parent, ast.BoolOp):
+        return child is parent.values[0]
+    if isinstance(parent, (ast.For, ast.AsyncFor)):
+        return child is parent.iter
+    if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return child in parent.body  # not its default values and decorators
+    return not isinstance(parent, _SELDOM)
+
+
+def _first_exits(tree: ScriptTree) -> _Exits:
+    """Return where each function, and the module, may return or exit without an error."""
+    exits = {"sys.exit", "os._exit", "exit", "quit"}
+    found: list[ast.expr | ast.stmt] = [one for one in tree.nodes if isinstance(one, ast.Return)]
+    for call, name in tree.calls:
+        if name in exits and constant(call.args[0] if call.args else None) in {None, 0}:
+            found.append(call)
+    lines: _Exits = {}
+    for node in found:
+        function = tree.function(node)
+        lines[function] = min(node.lineno, lines.get(function, node.lineno))
+    return lines
 
 
 def _variables_set(tree: ScriptTree) -> Iterator[tuple[ast.stmt | ast.expr, object, object]]:
@@ -221,7 +292,7 @@ def _rank_parameters(
             continue
         names = (node for node in ast.walk(function) if isinstance(node, ast.Name))
         changed = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-        for at, parameter in enumerate(function.args.args):
+        for at, parameter in enumerate((*function.args.posonlyargs, *function.args.args)):
             if parameter.arg not in changed and all(is_rank(argument(call, parameter.arg, at)) for call in calls):
                 yield function, parameter.arg
 
@@ -349,8 +420,9 @@ def _own_spawning(tree: ScriptTree) -> Found:
         joins = name in _PROCESSES and _calls_init(tree, argument(call, "target", 1))
         if (name not in _SPAWN and not joins) or tree.depends_on_launcher(call):
             continue
-        tests = [one.test for one in tree.above(call) if isinstance(one, ast.If)]
-        if all(_about_count(tree, test) for test in tests):
+        around = (call, *tree.above(call))
+        pairs = [(one, child) for child, one in pairwise(around) if isinstance(one, ast.If)]
+        if all(_runs_child(tree, one, child) for one, child in pairs):
             yield call.lineno, "starts processes that call init_process_group" if joins else "calls mp.spawn"
 
 
@@ -364,7 +436,9 @@ def _about_count(tree: ScriptTree, test: ast.expr) -> bool:
     if not isinstance(test, ast.Compare):
         return tree.name(test.func if isinstance(test, ast.Call) else test) == "torch.cuda.is_available"
     left = test.left.func if isinstance(test.left, ast.Call) else test.left
-    return tree.name(left) == "__name__" or (
+    if tree.name(left) == "__name__":
+        return isinstance(test.ops[0], ast.Eq)
+    return (
         (tree.name(left) == "torch.cuda.device_count" or (isinstance(left, ast.Name) and left.id in tree.gpu_counts))
         and isinstance(test.ops[0], (ast.Gt, ast.GtE))
         and isinstance(constant(test.comparators[0]), int)
@@ -398,11 +472,23 @@ RULES = (
         "the store of this run is at another port, so the ranks would wait for one that is not there",
         'delete that line, the launcher sets MASTER_PORT; for plain python: os.environ.setdefault("MASTER_PORT", …)',
     ),
-    Rule(
-        "script: fixed RANK",
-        _fixed_rank,
-        "several ranks would be the same one, and init_process_group waits for the others",
-        'delete that line, the launcher sets it for each rank; for plain python: os.environ.setdefault("RANK", "0")',
+    *(
+        Rule(
+            "script: fixed RANK",
+            partial(_fixed_rank, variable=variable),
+            cause,
+            f"delete that line: gpuboard launch sets {variable} for each rank; for plain python: "
+            f'os.environ.setdefault("{variable}", "{alone}")',
+        )
+        for variable, alone, cause in (
+            ("RANK", "0", "several ranks would be the same one, and init_process_group waits for the others"),
+            ("LOCAL_RANK", "0", "all ranks of a node would use the same GPU: NCCL refuses that, or memory runs out"),
+            (
+                "WORLD_SIZE",
+                "1",
+                "with another number of ranks init_process_group fails, or waits for ranks that do not exist",
+            ),
+        )
     ),
     Rule(
         "script: fixed init_method",
