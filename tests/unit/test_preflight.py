@@ -183,6 +183,54 @@ def test_a_failed_connection_names_cause_and_remedy(result: str, cause: str, rem
     assert remedy in check.remedy
 
 
+BOTH = msgspec.structs.replace(FACTS2, addresses={"lo": ["127.0.0.1"], "ib0": ["192.168.7.2", "10.0.0.2"]})
+
+
+def connection(*tried: ProbeResult) -> Check:
+    """Return the failed check of gpu02, whose first address is 192.168.7.2 and 10.0.0.2 in the rank map."""
+    both = {"gpu01": FACTS, "gpu02": BOTH}
+    return only(problems(answers(facts=both, probes={"gpu01": list(tried), "gpu02": [OK2]})))
+
+
+def test_a_failed_connection_names_the_ports_of_one_address() -> None:
+    tried = [
+        ProbeResult("gpu02", address, port, "dropped") for address in ("10.0.0.2", "192.168.7.2") for port in (41, 42)
+    ]
+    check = connection(*tried)
+    assert check.evidence == "gpu01 cannot reach gpu02 at 10.0.0.2, port 41, 42"
+    assert check.cause == "no reply: a firewall drops it"
+
+
+NOT_OF_THE_MAP = "ranks (gloo) use that address, the first of ib0 on gpu02, not the rank map's"
+ANOTHER = (
+    "or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface whose first address on gpu02 gpu01 can reach"
+)
+
+
+@pytest.mark.parametrize(
+    ("result", "remedy"),
+    [
+        ("unreachable", f"repair that network; {ANOTHER}"),
+        ("stranger", f"repair that network; {ANOTHER}"),
+        ("dropped", f"(ranks connect on the master port and on random high ports); {ANOTHER}"),
+        ("small-only", f"let ICMP 'fragmentation needed' through; {ANOTHER}"),
+    ],
+)
+def test_an_address_that_is_not_in_the_rank_map_is_that_of_the_interface(result: str, remedy: str) -> None:
+    check = connection(OK1, ProbeResult("gpu02", "192.168.7.2", 41, result))
+    assert check.evidence == "gpu01 cannot reach gpu02 at 192.168.7.2, port 41"
+    assert check.cause.endswith(f"; {NOT_OF_THE_MAP}")
+    assert check.remedy.endswith(remedy)
+    assert "in the rank map" not in check.remedy
+
+
+def test_the_rule_is_for_the_family_of_the_address() -> None:
+    first = msgspec.structs.replace(FACTS, addresses={"eth0": ["10.0.0.1", "fd00::1"]})
+    bad = ProbeResult("gpu02", "fd00::2", 41, "dropped")
+    found = answers(facts={"gpu01": first, "gpu02": FACTS2}, probes={"gpu01": [bad], "gpu02": [OK2]})
+    assert "ip6tables -I INPUT -p tcp -s fd00::1 --dport" in only(problems(found)).remedy
+
+
 def test_the_deadline_of_a_connectivity_check_leaves_time_for_each_result() -> None:
     for timing in (DEFAULT_TIMING, doctor_launch._TIMING):
         assert timing.probe_s > timing.connect_s * (1 + REPLY_FACTOR)

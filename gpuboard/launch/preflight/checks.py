@@ -84,7 +84,7 @@ def preflight(
     checks += limit_checks(rank_map, answers.facts, device)
     checks += _loopbacks(answers.facts)
     checks += _master(rank_map, master_addr, answers)
-    checks += _connections(rank_map, answers)
+    checks += _connections(rank_map, master_addr, answers)
     first = next(node.name for node in rank_map.nodes if node.node_rank == 0)
     checks += interface_checks(answers.facts, interfaces(master_addr, first, answers), device)
     if device == "cuda":
@@ -253,9 +253,13 @@ _PROBE_CAUSE = {
     "stranger": "another program replies there: the address may belong to another machine",
 }
 
+# Their remedy changes the network, whatever the address is for; that of the others is another address.
+_REPAIRED = {"refused", "dropped", "small-only"}
 
-def _connections(rank_map: RankMap, answers: Answers) -> list[Check]:
+
+def _connections(rank_map: RankMap, master_addr: str, answers: Answers) -> list[Check]:
     checks = []
+    addresses = {node.name: node.address for node in rank_map.nodes}
     if tried := {(source, result.node) for source, results in answers.probes.items() for result in results}:
         checks.append(Check("connect", None, "ok", pairs_text(len(rank_map.nodes), len(tried))))
     for source, results in answers.probes.items():
@@ -266,14 +270,31 @@ def _connections(rank_map: RankMap, answers: Answers) -> list[Check]:
                 slowest = max((r.ms or 0.0 for r in of_pair), default=0.0)
                 checks.append(Check("connect", source, "ok", f"reaches {target} in {slowest:.1f} ms"))
                 continue
-            ports = ", ".join(str(r.port) for r in bad)
+            # One address: the other one that was tried may fail for another reason, which its ports would not show.
+            ports = ", ".join(str(r.port) for r in bad if r.address == bad[0].address)
             words = f"{source} cannot reach {target} at {clean(bad[0].address)}, port {ports}"
             cause = _PROBE_CAUSE.get(bad[0].result, clean(bad[0].result))
             remedy = _rule(bad[0], source, answers.facts)
-            if name := _wrong_name(bad[0], source, answers.facts):
+            if bad[0].address not in {addresses.get(target), master_addr}:
+                used, other = _chosen_by_ranks(bad[0], source, answers.facts)
+                cause = f"{cause}; {used}"
+                remedy = f"{remedy}; {other}" if bad[0].result in _REPAIRED else f"repair that network; {other}"
+            elif name := _wrong_name(bad[0], source, answers.facts):
                 cause, remedy = name
             checks.append(Check("connect", source, "fail", words, cause, remedy))
     return checks
+
+
+def _chosen_by_ranks(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts]) -> tuple[str, str]:
+    """Return why an address that is not in the rank map is needed, and how ranks are given another one."""
+    seen = facts.get(bad.node)
+    names = [name for name, listed in seen.addresses.items() if bad.address in listed] if seen else []
+    interface = clean(names[0]) if names else "the interface"
+    return (
+        f"ranks (gloo) use that address, the first of {interface} on {bad.node}, not the rank map's",
+        f"or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface whose first address on {bad.node} "
+        f"{source} can reach",
+    )
 
 
 def _wrong_name(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts]) -> tuple[str, str] | None:
@@ -301,13 +322,16 @@ def _rule(bad: ProbeResult, source: str, facts: Mapping[str, LaunchFacts]) -> st
             f"compare `ip link` on {source} and {bad.node}: set one MTU on both and on the switches between them "
             "(9000 or 1500; less in a tunnel), and let ICMP 'fragmentation needed' through"
         )
-    if bad.result not in {"refused", "dropped"}:
+    if bad.result not in _REPAIRED:
         return (
             f"set an address of {bad.node} in the rank map that {source} can reach: {_addresses(facts.get(bad.node))}"
         )
-    sender = clean(bad.local_address) if bad.local_address else _addresses(facts.get(source)).split(",")[0]
+    known = _addresses(facts.get(source)).split(", ")
+    same_family = (address for address in known if (":" in address) is (":" in bad.address))
+    sender = clean(bad.local_address) if bad.local_address else next(same_family, known[0])
+    program = "ip6tables" if ":" in sender else "iptables"
     return (
-        f"on {bad.node}, as root: iptables -I INPUT -p tcp -s {sender} --dport 1024:65535 -j ACCEPT "
+        f"on {bad.node}, as root: {program} -I INPUT -p tcp -s {sender} --dport 1024:65535 -j ACCEPT "
         "(ranks connect on the master port and on random high ports)"
     )
 
