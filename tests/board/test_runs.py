@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from textual.pilot import Pilot
+from textual.screen import Screen
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.screens.logs import LogScreen
@@ -23,6 +24,7 @@ from gpuboard.board.screens.runs import RunsScreen, StopConfirm
 from gpuboard.board.screens.watches import Watch, holds
 from gpuboard.board.text.detail.run import Stop, about, countdown, ended_words, first_rank, state_of
 from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.log_view import LogView
 from gpuboard.keeper import holder
 from gpuboard.launch.preflight.check import Check
 from gpuboard.launch.runs import folder as runs
@@ -294,6 +296,100 @@ async def test_a_tall_terminal_shows_the_end_of_a_rank_s_logs_below_the_ranks(
         await pilot.resize_terminal(80, 24)
         await lab.settle(pilot, lambda: not lab.shown(app, "stderr") and lab.shown(app, "step 1"))
         assert app.screen is screen
+
+
+def keep_large_runs(env: Mapping[str, str]) -> None:
+    """A run with long evidence, one of two attempts with such, one on 32 nodes whose ranks differ, a small one."""
+    evidence = "\n".join(f"  File train.py, line {line}" for line in range(12))
+    verdicts = [VerdictView("", "raised", 1, "gpu01", f"failed: {n}", evidence, attempt=n) for n in (1, 2)]
+    ranks = [RankView(rank, "gpu01", rank, rank, 100 + rank, "failed", f"step {rank}") for rank in range(8)]
+    many = [
+        RankView(rank, f"gpu{rank // 8:02d}", rank % 8, rank % 8, 100 + rank, "failed" if rank % 7 else "killed")
+        for rank in range(256)
+    ]
+    for minute, run in enumerate([
+        view("rsmall"),
+        view("rmany", "failed", ranks=many),
+        view("rtwice", "failed", ranks=ranks, verdicts=verdicts, attempt=2),
+        view("ronce", "failed", ranks=ranks, verdicts=verdicts[:1]),
+    ]):  # fmt: skip
+        folder = keep(env, msgspec.structs.replace(run, started=f"2026-01-31T12:0{minute}:00.000Z"))
+        for rank in run.ranks:
+            for stream in ("out", "err"):
+                (folder / f"rank-{rank.rank}.{stream}").write_text("epoch\n" * 50)
+
+
+def detailed(screen: RunsScreen, run: str) -> bool:
+    """Return whether the cursor is on ``run`` and its details are read."""
+    entry, detail = screen.entry, screen._detail
+    return entry is not None and detail is not None and entry.view.id == detail[0] == run
+
+
+@pytest.mark.parametrize(
+    ("size", "with_logs"),
+    [
+        ((80, 24), set()),
+        ((120, 36), {"rsmall"}),
+        ((120, 40), {"rsmall"}),
+        ((80, 40), {"rsmall"}),
+        ((160, 48), {"rsmall", "ronce", "rmany"}),
+    ],
+)
+async def test_all_of_a_run_is_above_the_screen_s_edge(
+    tmp_path: Path, env: dict[str, str], size: tuple[int, int], with_logs: set[str]
+) -> None:
+    keep_large_runs(env)
+    logs = set()
+    async with opened(tmp_path, size) as (_, pilot, screen):
+        for run in ("rsmall", "ronce", "rtwice", "rmany"):
+            screen.jump(run)
+            await lab.settle(pilot, partial(detailed, screen, run))
+            await pilot.pause()
+            assert screen.virtual_size == screen.size == size, run
+            shown = [part for part in screen.query("Grid, Lines, LogView, Footer") if part.region]
+            assert max(part.region.bottom for part in shown) == size[1], run
+            if screen.query_one("#logs").region:
+                logs.add(run)
+                assert screen.query_one("#logs").region.height >= 6
+            await pilot.press("slash")
+            await lab.settle(pilot, lambda: screen.field.size.height > 0 and screen.virtual_size == size)
+            await pilot.press("escape")
+    assert logs == with_logs
+
+
+async def test_polls_of_a_run_that_stays_the_same_cause_no_layout(tmp_path: Path, env: dict[str, str]) -> None:
+    keep(env, view(state="done"))
+    async with opened(tmp_path, (80, 24)) as (_, pilot, screen):
+        await lab.settle(pilot, lambda: screen._detail is not None)
+        await pilot.pause()
+        with calls_of(Screen._refresh_layout) as layouts:
+            for _ in range(3):
+                screen._draw()
+                await pilot.pause()
+        assert layouts == []
+
+
+async def test_a_click_on_a_preview_opens_its_stream_once(tmp_path: Path, env: dict[str, str]) -> None:
+    folder = keep(env, view())
+    for stream in ("out", "err"):
+        (folder / f"rank-0.{stream}").write_text("hello of 0\n" * 500)
+    async with opened(tmp_path) as (app, pilot, screen):
+        err = screen.query_one("#err", LogView)
+        await lab.settle(pilot, lambda: err.page is not None and err.page.at_end)
+        await pilot.click(err, offset=(err.size.width - 1, 1))
+        await lab.settle(pilot, lambda: err.page is not None and not err.page.at_end)
+        assert app.screen is screen, "the scroll bar scrolls"
+        for stream in ("err", "out"):
+            picked = screen.query_one(f"#{stream}", LogView)
+            picked.post_message(LogView.StreamPicked(picked))
+            await pilot.click(picked, offset=(5, 1))
+            await lab.settle(pilot, partial(logged, app, 0))
+            opened_log = app.screen_stack[-1]
+            assert app.screen_stack[-2] is screen
+            assert isinstance(opened_log, LogScreen)
+            assert opened_log.active.id == stream
+            await pilot.press("escape")
+            await lab.settle(pilot, lambda: app.screen is screen)
 
 
 async def test_new_runs_and_states_appear_while_the_cursor_stays(tmp_path: Path, env: dict[str, str]) -> None:

@@ -59,8 +59,10 @@ class LogScreen(BoardScreen):
     LogScreen #trouble.-shown, LogScreen #message.-shown, LogScreen #words.-shown { display: block; }
     """
 
-    def __init__(self, entry: RunEntry, rank: int) -> None:
+    def __init__(self, entry: RunEntry, rank: int, stream: str | None = None) -> None:
+        """``stream``: the active one, ``out`` or ``err``; by default the first."""
         super().__init__()
+        self._first = stream
         self._entry = entry
         self._rank = rank
         self._streams = _STREAMS[0]
@@ -79,6 +81,8 @@ class LogScreen(BoardScreen):
     def on_mount(self) -> None:
         """Show the end of both streams and follow them."""
         self._far = self.board.core.runbook.far(self._entry)
+        for view in self.views:
+            view.active = view.id == self._first
         self._open()
         self.set_interval(_POLL_S if self._far is None else self._far.poll_s, self._poll)
         self.set_interval(_STATE_S, self._look)

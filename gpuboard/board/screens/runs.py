@@ -1,4 +1,7 @@
-"""All runs of this user, and the one under the cursor in detail: verdicts, remedies, its ranks as a picture."""
+"""All runs of this user, and the one under the cursor in detail: verdicts, remedies, its ranks as a picture.
+
+Where a high terminal has room for it, the end of a rank's logs, too.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,9 @@ if TYPE_CHECKING:
     from gpuboard.launch.stalls.waits import RankGroup
 
 _POLL_S = 1.0
-_AROUND = 10  # rows of the list, the table of ranks and the footer at least
-_LOGS_FROM = 36  # rows of a terminal from which logs are shown below the ranks
+_AROUND = 10  # rows of the list (5), the table of ranks (4) and the footer at least, where no logs are shown
+_AROUND_LOGS = 15  # rows of the list (8), the logs (6) and the footer at least, where they are; the ranks come on top
+_LOGS_FROM = 36  # rows of a terminal from which logs are shown below the ranks, if the details leave room
 _EXPLAINED_S = 60.0  # for which an explanation is shown: the ranks of a run that is not stalled go on
 _DETAILS = 6  # rows of the details at least, if there are so many
 _REASON = "stopped from the board"
@@ -113,7 +117,7 @@ class StopConfirm(Confirm):
 
 
 class RunsScreen(FilteredScreen):
-    """A list of all runs, and the ranks of the one under the cursor."""
+    """A list of all runs, and of the one under the cursor the details, the ranks and, on a high terminal, logs."""
 
     TITLE_WORDS = "Runs"
     LANGUAGE = RUNS
@@ -146,6 +150,7 @@ class RunsScreen(FilteredScreen):
         self._stopping: dict[str, Stop] = {}
         self._explained: dict[str, Explained] = {}
         self._logs: tuple[str, int] | None = None  # run and rank whose logs are shown
+        self._rank_lines: int | None = None  # height of the table of ranks; None: as much as there is
         self._background: Background[tuple[list[RunEntry], tuple[str, RunDetail] | None]] = Background(self)
 
     def compose(self) -> ComposeResult:
@@ -173,6 +178,11 @@ class RunsScreen(FilteredScreen):
     def filter_changed(self) -> None:
         if self._entries:
             self._draw()
+            self.call_after_refresh(self._draw_detail)  # in what the field leaves
+
+    def action_filter(self) -> None:
+        super().action_filter()
+        self.call_after_refresh(self._draw_detail)
 
     def restyle(self) -> None:
         self._draw()
@@ -261,6 +271,7 @@ class RunsScreen(FilteredScreen):
             about_run.set_lines(())
             picture.set_lines(())
             ranks.set_rows(())
+            self._arrange(None)
             self._show_logs(None)
             return
         detail = self._detail[1] if self._detail and self._detail[0] == entry.view.id else None
@@ -272,11 +283,16 @@ class RunsScreen(FilteredScreen):
         if asked := self._explained.get(entry.view.id):
             lines += explained(entry, asked.found, time.monotonic() - asked.at)
             groups = asked.found.groups if asked.found else groups
-        cells, room = self.size.width - 2, self.size.height - _AROUND - sum(n.size.height for n in self.query(Notice))
+        above = sum(part.size.height for part in (self.field, *self.query(Notice)) if part.display)
+        cells, rows = self.size.width - 2, self.size.height - above
         drawn = [line for part in lines for line in named(*part, cells)]
+        room = rows - _AROUND
         most = max(4, room - min(len(drawn), _DETAILS))
         picture.set_lines(ranks_text.picture(entry.view, groups, cells, most, self.board.look)[:most])
         about_run.set_lines(drawn[: max(2, room - picture.count)])
+        rank_lines = min(len(entry.view.ranks) + 1, self.size.height // 4)
+        logs = self._has_logs(entry) and len(drawn) + picture.count <= rows - _AROUND_LOGS - rank_lines
+        self._arrange(rank_lines if logs else None)
         uuids = detail.uuids if detail else {}
         marks = ranks_text.marks(entry.view, groups)
         ranks.set_rows(
@@ -285,20 +301,27 @@ class RunsScreen(FilteredScreen):
                 for rank in entry.view.ranks
             ]
         )
-        self._show_logs(entry)
+        self._show_logs(entry if logs else None)
 
-    def _show_logs(self, entry: RunEntry | None) -> None:
-        """Show the end of the logs of the chosen rank, where there is room.
+    def _has_logs(self, entry: RunEntry) -> bool:
+        """Whether to show logs of a run if its details leave room.
 
         Not of a run on another host: moving through the list would read its logs from the node.
         """
-        shown = entry is not None and bool(entry.view.ranks) and self.size.height >= _LOGS_FROM
-        shown = shown and entry is not None and self.board.core.runbook.far(entry) is None
-        self.set_class(shown, "-logs")
-        ranks = self.query_one("#ranks", Grid)
-        lines = min(len(entry.view.ranks) + 1, self.size.height // 4) if shown and entry else None
-        ranks.styles.height = ranks.styles.min_height = lines
-        if not shown or entry is None:
+        high = self.size.height >= _LOGS_FROM
+        return high and bool(entry.view.ranks) and self.board.core.runbook.far(entry) is None
+
+    def _arrange(self, rank_lines: int | None) -> None:
+        """Make the table of ranks ``rank_lines`` high and show the logs below it; None: no logs."""
+        if rank_lines != self._rank_lines:  # setting None is a layout of the whole screen, also where it was None
+            self._rank_lines = rank_lines
+            styles = self.query_one("#ranks", Grid).styles
+            styles.height = styles.min_height = rank_lines
+            self.set_class(rank_lines is not None, "-logs")
+
+    def _show_logs(self, entry: RunEntry | None) -> None:
+        """Show the end of the logs of a run's chosen rank, or read on; None: there is no room for logs."""
+        if entry is None:
             self._logs = None
             return
         chosen = entry.view.id, self._rank(entry)
@@ -323,7 +346,8 @@ class RunsScreen(FilteredScreen):
 
     @on(Grid.Moved, "#ranks")
     def _rank_moved(self) -> None:
-        self._show_logs(self.entry)
+        if self._rank_lines is not None:
+            self._show_logs(self.entry)
 
     @on(Grid.Chosen, "#ranks")
     def _rank_chosen(self, event: Grid.Chosen) -> None:
@@ -331,6 +355,15 @@ class RunsScreen(FilteredScreen):
             self.app.push_screen(LogScreen(self.entry, int(event.key)))
 
     @on(LogView.StreamPicked)
+    def _stream_picked(self, event: LogView.StreamPicked) -> None:
+        """Open the log at the stream that was clicked; a click on its scroll bar only scrolls."""
+        entry = None if self._logs is None else self._entries.get(self._logs[0])
+        if self._logs is None or entry is None or event.scrolled:
+            return
+        if not self.is_active:  # the second of two clicks; is_current is true also below the screen on top
+            return
+        self.app.push_screen(LogScreen(entry, self._logs[1], event.view.id))
+
     @on(Grid.Chosen, "#list")
     def action_log(self) -> None:
         """Open the log of the rank under the cursor; from the list, of the rank that failed first."""

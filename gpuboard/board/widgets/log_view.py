@@ -38,11 +38,15 @@ class LogView(OnBoard, Widget):
     """
 
     class StreamPicked(Message):
-        """The user chose this stream by a click, or a search found its match there."""
+        """The user chose this stream by a click, or a search found its match there.
 
-        def __init__(self, view: LogView) -> None:
+        ``scrolled``: the click was on the scroll bar.
+        """
+
+        def __init__(self, view: LogView, *, scrolled: bool = False) -> None:
             super().__init__()
             self.view = view
+            self.scrolled = scrolled
 
     class Notified(Message):
         """A message about the log or about a search in it."""
@@ -333,8 +337,9 @@ class LogView(OnBoard, Widget):
     def on_click(self, event: events.Click) -> None:
         """Become the active stream; on the scroll bar, go to that position."""
         event.stop()
-        self.post_message(self.StreamPicked(self))
-        if event.y >= 1 and event.x >= self.size.width - 1 and self.page is not None:
+        scrolled = event.y >= 1 and event.x >= self.size.width - 1
+        self.post_message(self.StreamPicked(self, scrolled=scrolled))
+        if scrolled and self.page is not None:
             offset = self.page.size * (event.y - 1) // max(1, self.window.height - 1)
             self.follow = False
             self._do(lambda file, place, window: file.at(offset, window))
