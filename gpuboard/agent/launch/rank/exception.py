@@ -230,17 +230,20 @@ def _of_ranks(error: BaseException) -> "Dict[int, Any]":
         return {}
     users: "List[Any]" = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     used = next((one for one in users if type(one).__name__ == "_DistWrapper" and one.use_dist), None)
-    if used is None:
-        return {_rank(): one for one in found.values()}
-    if used.group is None:
-        return found
-    return {sys.modules["torch.distributed"].get_global_rank(used.group, k): one for k, one in found.items()}
+    try:
+        if used is None:
+            return {_rank(): one for one in found.values()}
+        if used.group is None:
+            return found
+        return {sys.modules["torch.distributed"].get_global_rank(used.group, k): one for k, one in found.items()}
+    except Exception:  # the group is gone, or the script has deleted RANK: its own text is the cause
+        return {}
 
 
 def _origin(error: BaseException) -> "Optional[int]":
     """Return the rank that failed, of an exception that every rank gets; None where this rank failed itself."""
     failed = _of_ranks(error)
-    return None if _rank() in failed else min(failed, default=None)
+    return None if not failed or _rank() in failed else min(failed)
 
 
 def _rank() -> int:
