@@ -340,14 +340,14 @@ def test_gpus_that_change_places_take_their_readings_with_them(script: Path) -> 
     first, second, third = (Gpu(uuid=f"GPU-{k}", temperature=30 + k) for k in range(3))
     write_script(script, [first, second])
 
-    def seen(reading: Reading) -> dict[str, int | None]:
-        return {gpu.uuid: gpu.temperature for gpu in reading.gpus}
+    def seen(reading: Reading) -> list[tuple[str, int | None]]:
+        return [(gpu.uuid, gpu.temperature) for gpu in reading.gpus]
 
     with Agent(script, interval_s=0.1) as agent:
-        assert seen(agent.reading()) == {"GPU-0": 30, "GPU-1": 31}
+        assert seen(agent.reading()) == [("GPU-0", 30), ("GPU-1", 31)]
         for gpus in ([second, first], [second, third], [third], [first, second, third]):
             write_script(script, gpus)
-            expected = {gpu.uuid: gpu.temperature for gpu in gpus}
+            expected = [(gpu.uuid, gpu.temperature) for gpu in gpus]
             agent.reading(when=lambda r, expected=expected: seen(r) == expected)  # type: ignore[misc]
             assert agent.static is not None
             assert [(gpu.index, gpu.uuid) for gpu in agent.static.gpus] == [(k, g.uuid) for k, g in enumerate(gpus)]
