@@ -357,7 +357,7 @@ class FailureWatch:
         note = f", {clean(event.note, 400)}" if event.note else ""
         text = f"{self._where(failed)} failed{phase}: {what}{place}{note}"
         asked = event.type == "bdb.BdbQuit" or (event.type == "EOFError" and "reading a line" in event.message)
-        hint = f"its standard input is /dev/null; --stdin {event.rank} passes this terminal on to it" if asked else ""
+        hint = f"its standard input is /dev/null; --stdin {event.rank} gives it that of gpuboard" if asked else ""
         symptom = "own" if event.own_connection else symptom_of(f"{event.type}: {event.message} {event.note}")
         hint = "" if event.rank == self._stdin_rank else hint
         # An exception while another one is handled is often a consequence of it.

@@ -218,7 +218,7 @@ def test_a_head_that_was_suspended_for_too_long_reports_the_consequence(tmp_path
 def test_a_rank_that_asks_for_input_gets_a_hint(tmp_path: Path, call: str) -> None:
     with Launch(tmp_path, call, n=1) as run:
         assert run.wait() == 1
-        assert "  its standard input is /dev/null; --stdin 0 passes this terminal on to it\n" in run.text["err"]
+        assert "  its standard input is /dev/null; --stdin 0 gives it that of gpuboard\n" in run.text["err"]
 
 
 def test_standard_input_reaches_the_rank_that_asks_for_it_whole(tmp_path: Path) -> None:
