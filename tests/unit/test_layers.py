@@ -67,6 +67,13 @@ def test_small_commands_load_no_heavy_library(command: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_keeper_of_local_leases_needs_only_the_standard_library() -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import gpuboard.keeper.daemon.main"
+    command = [sys.executable, "-I", "-S", "-c", code, str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @functools.cache
 def _imports(path: Path) -> list[str]:
     """Return the absolute names of the packages that a file imports, late imports too; type checkers' ones not."""

@@ -16,7 +16,6 @@ from gpuboard.agent.claims import store as claims
 from gpuboard.keeper.daemon.calls import Calls, NodeAnswer, Report
 from gpuboard.keeper.record import KeptNode, login_of
 from gpuboard.keeper.timing import KeeperTiming
-from gpuboard.model.decoding import convert
 
 if TYPE_CHECKING:
     from gpuboard.transport.connector import Connector
@@ -80,6 +79,7 @@ class Connectors:
         import msgspec  # late, as the rest: 40 ms and several MB that a keeper of local leases saves
 
         from gpuboard.config import Settings
+        from gpuboard.model.decoding import convert
         from gpuboard.transport.connector import Connector
 
         key = json.dumps(settings, sort_keys=True) + self._logins.use()
