@@ -35,8 +35,9 @@ HERS = GPUS[:2]
 CONTENTS = st.one_of(
     st.sampled_from(
         (
-            {}, {"share": 1}, {"job": "7"}, {"up": 0.0}, {"up": 1e12}, {"until": 1e17}, {"boot": "another"},
-            {"lease": "other"}, {"uuid": "GPU-1"}, {"took": [{"name": "gpuboard.GPU-0.k3f9"}]}, {"renewed": None},
+            {}, {"share": 1}, {"job": "7"}, {"job": []}, {"job": {}}, {"job": 0}, {"job": False}, {"up": 0.0},
+            {"up": 1e12}, {"until": 1e17}, {"boot": "another"}, {"lease": "other"},
+            {"uuid": "GPU-1"}, {"took": [{"name": "gpuboard.GPU-0.k3f9"}]}, {"renewed": None},
             {"nodes": ["n" * 255] * 200}, {"from": float("inf")}, {"purpose": "\x1b" * 512},
             b"", b"{", b"[" * 60000, b"9" * 65000, b" " * 65537, b"\xff", b'{"lease": 1}',
         )

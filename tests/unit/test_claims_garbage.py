@@ -44,6 +44,9 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     "not a list of nodes": ({"nodes": "gpu01"}, "nodes is not a list of names"),
     "not a share": ({"share": True}, "share is not a size"),
     "not a count": ({"gpus": -1}, "gpus is not a count"),
+    "a list as job": ({"job": []}, "job is not a text of at most 64 characters"),
+    "a number as job": ({"job": 0}, "job is not a text of at most 64 characters"),
+    "false as job": ({"job": False}, "job is not a text of at most 64 characters"),
 }
 
 

@@ -258,7 +258,8 @@ def wrong(content: "Dict[str, Any]") -> "Optional[str]":
             return "%s is not a number" % key
     if not 0 < content["until"] - content["from"] <= LONGEST_S:
         return "it would last %.0f s" % (content["until"] - content["from"])
-    if not isinstance(content.get("job") or "", str) or len(content.get("job") or "") > 64:
+    job = content.get("job")
+    if job is not None and not (isinstance(job, str) and len(job) <= 64):
         return "job is not a text of at most 64 characters"
     for key, limit in (("purpose", 512), ("host", 255), ("boot", 64)):
         if not isinstance(content.get(key), str) or len(content[key]) > limit:
