@@ -8,7 +8,7 @@ from gpuboard.transport.base import TransportError
 STDIN_READ = 93  # exit code of the loader without its input, and of a shell that reads that input (bundle.GUARD)
 
 _REMEDY = "make ~/.bashrc (~/.zshenv, ~/.cshrc, config.fish) there do so on a terminal only: `[ -t 0 ] || return`"
-_NOT_FOUND = ("not found", "no such file", "unknown command", "cannot execute", "could not find")
+_NOT_FOUND = ("not found", "no such file", "unknown command", "cannot execute", "could not find", "permission denied")
 
 
 def explain_exit(code: int | None, stderr: bytes, python: str) -> TransportError:
@@ -27,8 +27,9 @@ def explain_exit(code: int | None, stderr: bytes, python: str) -> TransportError
         return TransportError(
             "no-python", own[-1].removeprefix("gpuboard: "), "set `python` in the config to a newer one"
         )
-    refused = f"{python}: permission denied".lower()  # csh's message for a file that is not executable
-    missing = [line for line in lines if any(words in line.lower() for words in (*_NOT_FOUND, refused))]
+    missing = [line for line in lines if any(words in line.lower() for words in _NOT_FOUND)]
+    if code == 1:  # csh names the interpreter; other lines are those of start-up files
+        missing = [line for line in lines if line.lower().startswith(f"{python.lower()}: ")]
     if code in {126, 127} or (code == 1 and missing and "Traceback" not in text):
         words = f"{python} cannot be started there" + (f" ({(missing or lines)[-1]})" if lines else "")
         return TransportError("no-python", words, "install python3 (3.6 or later) or set `python` in the config")

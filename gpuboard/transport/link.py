@@ -247,6 +247,8 @@ class AgentLink(Link):
 
     def ended(self, error: TransportError) -> None:
         """Handle the end of the transport's channel."""
+        if self.hello is not None and error.kind == "no-python":  # a message of a start-up file: python3 did start
+            error = TransportError("exited", "the agent ended")
         if self.stderr and error.kind in {"exited", "lost"}:
             last = [clean(line) for line in self.stderr.splitlines() if line.strip()][-1:]
             error = TransportError(error.kind, f"{error.words}: {last[0]}" if last else error.words, error.remedy)

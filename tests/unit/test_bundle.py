@@ -185,6 +185,8 @@ def test_a_traceback_out_of_the_bundle_shows_the_source_line() -> None:
          "python3 cannot be started there (python3: Permission denied.)"),
         (1, b"Traceback\nImportError: module not found\n", "exited",
          "the agent ended with exit code 1: ImportError: module not found"),
+        (1, b"/home/a/.bashrc: line 3: module: command not found\n", "exited",
+         "the agent ended with exit code 1: /home/a/.bashrc: line 3: module: command not found"),
         (-9, b"", "exited", "the agent was killed by signal 9"),
         (0, b"", "exited", "the agent ended with exit code 0"),
         (None, b"bad \x1b[31mthing\xff\n", "exited", "the agent ended: bad [31mthing\N{REPLACEMENT CHARACTER}"),

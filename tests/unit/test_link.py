@@ -189,6 +189,14 @@ def test_the_agents_stderr_is_in_the_error() -> None:
     assert it.end() == ("exited", "the agent ended with exit code 1: OSError: [2Jdisk")
 
 
+def test_an_agent_that_ran_is_not_without_python() -> None:
+    it = Setup()
+    it.link.received(it.frame(HELLO))
+    it.link.received(it.frame({"t": "event", "kind": "stderr", "data": {"text": "Traceback\nOSError: disk\n"}}))
+    it.link.ended(TransportError("no-python", "python3 cannot be started there", "install python3"))
+    assert it.end() == ("exited", "the agent ended: OSError: disk")
+
+
 def test_output_of_a_shell_that_started_no_agent_is_in_the_error() -> None:
     remedy = "the agent did not start: does `python3 --version` work on gpu01 without a terminal?"
     for printed, words in (
