@@ -17,9 +17,10 @@ SSH_FAILED = 255  # ssh's own failure; also the exit code of a remote command wi
 _CHATTER = re.compile(
     r"debug[123]: |Warning: Permanently added |Authenticated to |Authenticated using |Transferred: |Bytes per second: "
     r"|Shared connection to |ControlSocket .* already exists, disabling|mux_client_request_session: session request"
-    r"|Pseudo-terminal will not be allocated|Control socket connect\("
+    r"|Pseudo-terminal will not be allocated|Control socket connect\(|Load key "
 )
 _OFFERED = re.compile(r"debug1: Server host key: (\S+ SHA256:\S+)")
+_METHODS = re.compile(r"Permission denied \(([^)]*)\)")
 _CONNECT = re.compile(r"connect to (?:host|address) .* port \d+: (.*)")
 # connect()'s error in the C library's English (ssh sets no locale for messages) → errno.
 _ERRNO = {
@@ -90,8 +91,9 @@ def explain_login(text: str, host: Resolved, *, hop: str, timeout_s: float) -> T
         return errors.no_address(name)
     if "Bad configuration option" in text or "Bad owner or permissions" in text or "terminating, " in text:
         return TransportError("resolve", f"ssh_config: {lines[0]}", "correct the file that `ssh_config` names")
-    if refused := re.search(r"Permission denied \(([^)]*)\)|Permission denied", text):
-        return _refused(host, (refused[1] or "").split(","))
+    methods = _METHODS.findall(text)
+    if methods or any("Permission denied" in line for line in lines):
+        return _refused(host, methods[-1].split(",") if methods else [])
     if "Too many authentication failures" in text:
         remedy = "set IdentityFile and IdentitiesOnly for it in your ssh_config"
         return TransportError("auth", f"ssh: {host.user}@{name} was refused: too many keys were tried", remedy)
