@@ -227,6 +227,21 @@ def test_waiting_shows_reason_place_and_estimate_until_it_succeeds(slurm: SlurmC
     all_gone(slurm)
 
 
+def test_a_job_in_its_prolog_is_waited_for(slurm: SlurmCluster) -> None:
+    slurm.configure("PrologFlags=contain")
+    slurm.daemon("gpu01", "stop")
+    with shell(slurm, "--n", "2", "--nodes", "gpu01") as process:
+        assert process.stderr is not None
+        assert "Slurm prepares the nodes of job 1" in process.stderr.readline()
+        job = slurm.job(1)
+        assert (job["JobState"], job["Reason"]) == ("RUNNING", "Prolog")
+        done = gpuboard(slurm, "env", job["JobName"].partition("-")[2])
+        assert (done.returncode, "has prepared its nodes" in done.stderr) == (4, True)
+        slurm.daemon("gpu01", "continue")
+        assert line_of(process) == "code 0"
+    all_gone(slurm)
+
+
 def test_a_wait_that_times_out_leaves_no_job(slurm: SlurmCluster) -> None:
     occupy(slurm, gpu01=8, gpu02=8, gpu03=8)
     for args, words in (((), "not free now: Slurm job"), (("--wait", "3s"), "not free within 3s: Slurm job")):

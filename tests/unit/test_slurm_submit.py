@@ -180,6 +180,11 @@ def test_a_jobs_line_with_a_hostile_name() -> None:
     assert "\x1b" not in job.name
 
 
+def test_a_job_in_its_prolog_is_configuring() -> None:
+    [job] = _jobs("12|RUNNING|Prolog|1700000000|9:30|0:30|gpu|2001|gpu01|x")
+    assert job.state == "CONFIGURING"
+
+
 QUEUE = """\
 7|PENDING|Resources|1700000000|100|gpu
 8|PENDING|Priority|N/A|90|gpu

@@ -276,8 +276,9 @@ class SlurmAllocator:
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of the caller as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease, NotFree."""
         lease, job = find(text, self._jobs.mine())
-        if job.state == "PENDING":
-            raise NotFree(Refusal(4, f"lease {lease} has no GPUs yet: Slurm job {job.number} is pending"))
+        if job.state in {"PENDING", "CONFIGURING"}:
+            why = "is pending" if job.state == "PENDING" else "waits until Slurm has prepared its nodes"
+            raise NotFree(Refusal(4, f"lease {lease} has no GPUs yet: Slurm job {job.number} {why}"))
         why, holder = f"Slurm job {job.number}", known_holder(lease, self._env)
         known = stored_rank_map(self._env, lease)
         if n is None and known is not None and known.job == str(job.number):

@@ -93,7 +93,7 @@ class JobWait:
     def _check_pending(self, job: JobState | None, place: QueuePlace | None) -> None:
         """Show the progress of a job that does not run yet. Raises Refused if the wait for it ends."""
         assert job is not None
-        if job.state != "PENDING":  # CONFIGURING: it has its nodes, which may have to boot
+        if job.state != "PENDING":  # CONFIGURING: it has its nodes, which may have to boot or to run a prolog
             self._progress(f"waiting {format_duration(self.waited_s)}: Slurm prepares the nodes of job {job.number}")
             return
         if why := never_reason(job.reason):

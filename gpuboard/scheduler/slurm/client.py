@@ -15,6 +15,7 @@ from gpuboard.errors import GpuboardError, NoNodeReached
 from gpuboard.model.text import clean
 from gpuboard.model.units import day_time
 from gpuboard.scheduler.slurm import sbatch_args
+from gpuboard.scheduler.slurm.jobs import effective_state
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.command import Command, Ran, run
 from gpuboard.transport.slurm.srun import program
@@ -260,7 +261,7 @@ def _jobs(text: str) -> list[JobState]:
         found.append(
             JobState(
                 int(parts[0]),
-                state,
+                effective_state(state, reason),
                 reason,
                 start=_epoch(parts[3]),
                 left_s=seconds(parts[4]),

@@ -41,8 +41,6 @@ _COMMENT = re.compile(
     r"\w+PerTres|\w+PerTRES|Tres\w+|MailUser|Container|SELinuxContext|ResvPorts)=",
     re.DOTALL,
 )
-# In its prolog a job starts no step, and pam_slurm_adopt accepts no login for it: treated as CONFIGURING.
-_IN_PROLOG = " JobState=RUNNING Reason=Prolog "
 _HOLDS_NOTHING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "REVOKED"})
 
 TRUE_JOB = "%A|%U|%T|%P|%S|%e|%N|%u"  # format for `squeue`
@@ -84,6 +82,11 @@ class TrueJob(NamedTuple):
     def ended(self) -> bool:
         """Whether it holds nothing any more; Slurm lists such jobs for some minutes."""
         return self.state.upper() in ENDED
+
+
+def effective_state(state: str, reason: str) -> str:
+    """Return a job's state, CONFIGURING during its prolog: it starts no step, pam_slurm_adopt accepts no login for it."""
+    return "CONFIGURING" if (state, reason) == ("RUNNING", "Prolog") else state
 
 
 def jobs(text: str) -> list[Piece]:
@@ -132,8 +135,7 @@ def _job(record: str, named: int, number: int, shown: str) -> tuple[SchedulerJob
             grants = [Grant(name) for name in nodesets.listed(value(rest, " NodeList=") or "")]
     else:
         grants = [grant for grant in grants if grant.gpus or grant.shards]
-    if _IN_PROLOG in part:
-        state = "CONFIGURING"
+    state = effective_state(state, value(part, " Reason=") or "")
     uid = int(owner[2])
     runs = Runs(uid, value(rest, " NodeList=") or "") if state == "RUNNING" else None
     if not grants:
