@@ -35,6 +35,7 @@ _LINE_LIMIT = 1 << 20
 _JOB_SUFFIX = "-job"
 _PRUNE_AFTER_S = 86400.0  # age at which the folder of a job without a keeper is removed
 RETRIES = 3  # if the folder is removed while a keeper starts
+_CONNECT_S = 1  # for a keeper to accept a connection, while its queue of them is full
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EACCES)
 
 
@@ -91,7 +92,7 @@ def prune(folder: str) -> None:
     for other in [
         entry for entry in os.listdir(home) if entry.startswith(host) and _JOB_SUFFIX in entry and entry != name
     ]:
-        with suppress(OSError):  # another job's keeper may remove it at the same time
+        with suppress(OSError, KeeperError):  # another job's keeper may remove it at the same time, or be suspended
             if time.time() - os.stat(f"{home}/{other}").st_mtime < _PRUNE_AFTER_S:
                 continue
             running = connect(f"{home}/{other}")
@@ -104,15 +105,23 @@ def prune(folder: str) -> None:
 
 
 def connect(folder: str) -> socket.socket | None:
-    """Return a connection to the keeper of ``folder``; None when none is running."""
+    """Return a connection to the keeper of ``folder``; None when none is running.
+
+    Raises KeeperError when it accepts no connection, as one that has been suspended for long.
+    """
     for home in (folder, _fallback()):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        _set_send_timeout(connection, _CONNECT_S)  # settimeout() would fail at once where the queue is full
         try:
             with _short_path(home) as path:
                 connection.connect(f"{path}/{_name(home, folder, 'socket')}")
+        except BlockingIOError:
+            connection.close()
+            raise KeeperError(_locker(f"{home}/{_name(home, folder, 'lock')}")) from None
         except OSError:
             connection.close()
             continue
+        _set_send_timeout(connection, 0)
         if peer_uid(connection) == os.geteuid():
             return connection
         connection.close()
@@ -220,6 +229,18 @@ def unresponsive(pid: int) -> str:
     )
 
 
+def _locker(path: str) -> str:
+    """Return why the process that has locked ``path`` may not answer, and what to do."""
+    with suppress(OSError, ValueError), open(path, encoding="ascii") as file:
+        return unresponsive(int(file.read(20)))
+    return f"there is no pid in {path}; `fuser {path}` shows the process that has locked it"
+
+
+def _set_send_timeout(connection: socket.socket, seconds: int) -> None:
+    """Limit how long connecting and sending may take; 0: no limit."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
+
+
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
     """Send one message. Raises OSError."""
     connection.sendall(json.dumps(message).encode() + b"\n")
@@ -262,27 +283,26 @@ def _acquire(home: str, folder: str, timeout_s: float) -> RuntimeDir | None:
     path = f"{home}/{_name(home, folder, 'lock')}"
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        place = None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_open(path, lock):  # else the file was removed, and another keeper would lock a new one
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, str(os.getpid()).encode(), 0)
-                return RuntimeDir(home, folder, lock)
+                place = RuntimeDir(home, folder, lock)
+                return place
         except BlockingIOError:
             running = connect(folder)
             if running is not None:
                 running.close()
-                os.close(lock)
                 return None
             if time.monotonic() >= deadline:
-                pid = os.pread(lock, 20, 0)
-                remedy = unresponsive(int(pid)) if pid.isdigit() else f"`fuser {path}` shows its process"
-                raise KeeperError(f"{path} is locked, but nothing listens on the socket beside it; {remedy}") from None
+                words = f"{path} is locked, but nothing listens on the socket beside it; {_locker(path)}"
+                raise KeeperError(words) from None
             time.sleep(0.01)
-        except OSError:
-            os.close(lock)
-            raise
-        os.close(lock)
+        finally:
+            if place is None:
+                os.close(lock)
 
 
 def _is_open(path: str, descriptor: int) -> bool:

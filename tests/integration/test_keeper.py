@@ -377,6 +377,17 @@ def test_suspended_keeper_is_named(lab: Lab) -> None:
         lab.adopt("stop2", timing=KeeperTiming(adopt_s=0.3))
 
 
+def test_a_keeper_suspended_for_many_commands_hangs_none(lab: Lab) -> None:
+    lab.holding("stop3")
+    pid = lab.signal_keeper(signal.SIGSTOP)
+    with contextlib.ExitStack() as commands, pytest.raises(keeper.KeeperError) as refused:
+        for _ in range(100):  # more than its socket queues
+            commands.callback(keeper.start_early(lab.env).close)
+    assert str(refused.value) == f"the keeper, pid {pid}, is suspended; resume it with `kill -CONT {pid}`"
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: keeper.recover(lab.env) == [])
+
+
 def test_state_folder_that_cannot_be_written(lab: Lab) -> None:
     with pytest.raises(keeper.KeeperError, match="set XDG_STATE_HOME"):
         keeper.start_early({**lab.env, "XDG_STATE_HOME": "/proc"})
