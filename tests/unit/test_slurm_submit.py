@@ -106,6 +106,8 @@ def test_minutes_are_rounded_up() -> None:
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", 1,
          NoNodeReached),
         ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", 1, NoNodeReached),
+        ("sbatch: error: fetch_config: DNS SRV lookup failed\n"
+         "sbatch: fatal: Could not establish a configuration source", 1, NoNodeReached),
         ("sbatch: unrecognized option '--bogus'\nTry \"sbatch --help\" for more information", 255, UsageError),
         ("sbatch: error: the moon is full", 1, GpuboardError),
         ("", 1, GpuboardError),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gpuboard.errors import GpuboardError, NeverPossible, NoNodeReached, NotFree
+from gpuboard.errors import GpuboardError, NeverPossible, NotFree
 from gpuboard.model.request import Refusal
 from gpuboard.model.text import clean
 from gpuboard.model.units import day_time, format_duration
@@ -45,7 +45,8 @@ class JobWait:
     def run(self) -> JobState:
         """Return the job when it runs.
 
-        Raises NotFree and NeverPossible with Slurm's reason, NoNodeReached, and GpuboardError for a job that ended.
+        Raises NotFree and NeverPossible with Slurm's reason, GpuboardError for a job that ended, and the error of a
+        query that fails when the wait is over.
         """
         pause_s = _FIRST_POLL_S
         place: QueuePlace | None = None
@@ -59,8 +60,8 @@ class JobWait:
                 job = place.job if place is not None else self._jobs.job(self._number)
                 if job is not None and self._wait_s is not None:
                     partition = job.partition if job.state == "PENDING" else None
-            except NoNodeReached as error:
-                self._check_unreached(error)
+            except GpuboardError as error:
+                self._check_failed(error)
                 job = None
             else:
                 if self._has_started(job):
@@ -112,8 +113,8 @@ class JobWait:
         if self.waited_s >= _QUIET_S:
             self._progress(f"waiting {format_duration(self.waited_s)}: {pending}")
 
-    def _check_unreached(self, error: NoNodeReached) -> None:
-        """Show that Slurm does not answer. Raises the error if the wait is over; until then the job stays queued."""
+    def _check_failed(self, error: GpuboardError) -> None:
+        """Show why a query failed. Raises the error if the wait is over; until then the job stays queued."""
         limit_s = self._patience_s if self._wait_s is None else self._wait_s
         if self.waited_s >= limit_s:
             self._progress("")

@@ -216,7 +216,10 @@ class Jobs:
         return self._run([_program(command[0]), *command[1:]], COMMAND_S)
 
     def _run(self, command: Sequence[str], timeout_s: float) -> Ran:
-        ran = run(command, self.environ, timeout_s)
+        try:
+            ran = run(command, self.environ, timeout_s)
+        except OSError as error:
+            raise GpuboardError(f"{command[0]} cannot be run: {error.strerror or error}") from None
         if not ran.ended:
             raise NoNodeReached(_no_answer(os.path.basename(command[0])))
         return ran

@@ -85,7 +85,7 @@ class TrueJob(NamedTuple):
 
 
 def effective_state(state: str, reason: str) -> str:
-    """Return a job's state, CONFIGURING during its prolog: it starts no step, pam_slurm_adopt accepts no login for it."""
+    """Return a job's state; CONFIGURING in its prolog: it starts no step, pam_slurm_adopt accepts no login."""
     return "CONFIGURING" if (state, reason) == ("RUNNING", "Prolog") else state
 
 

@@ -111,6 +111,7 @@ _REFUSALS = (
     ("Unexpected message received", 6),
     ("Slurm backup controller in standby mode", 6),
     ("Protocol authentication error", 6),
+    ("Could not establish a configuration source", 6),  # configless, and slurmctld does not answer
 )
 # The controller may have received the request: it is unknown whether there is a job now.
 _UNCERTAIN = ("Socket timed out", "Zero Bytes", "Communication connection failure", "Unexpected message")
