@@ -52,8 +52,13 @@ class Calls(ABC):
         if self._queue is None:
             import queue  # late, as threads start late: most keepers have leases of this host only
 
-            self._queue = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(self._queue,), name=self.name, daemon=True).start()
+            calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+            try:
+                threading.Thread(target=self._serve, args=(calls,), name=self.name, daemon=True).start()
+            except RuntimeError as error:  # the user's limit of processes: the next call tries again
+                report(NodeAnswer(None, "lost", str(error)))
+                return
+            self._queue = calls
         self._queue.put((op, args, report))
 
     def close(self) -> None:
