@@ -384,9 +384,12 @@ class BoardApp(CrashHookApp):
         self.refresh(layout=True)
 
     def go_to(self, key: str) -> None:
-        """Show a node (``node:NAME``) or a GPU (its UUID) in the cluster view."""
+        """Show a node (``node:NAME``) or a GPU (its UUID) in the cluster view; cancel open dialogs."""
         while len(self.screen_stack) > 2 and not isinstance(self.screen, ClusterScreen):
-            self.pop_screen()
+            if isinstance(self.screen, Box):
+                self.screen.action_cancel()
+            else:
+                self.pop_screen()
         if isinstance(self.screen, BoardScreen):
             self.screen.go_to(key)
 

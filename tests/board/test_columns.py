@@ -119,6 +119,16 @@ async def test_escape_undoes_and_backspace_resets(tmp_path: Path) -> None:
         assert (drawn(app), app.preferences.columns) == (before, ())
 
 
+async def test_going_elsewhere_undoes(tmp_path: Path) -> None:
+    async with still(tmp_path, CLUSTER, (120, 34)) as (app, pilot):
+        await pilot.press("t")
+        before = titles(app)
+        await pilot.press("C", "space")
+        app.go_to("node:gpu1")  # as the palette does
+        await pilot.pause()
+        assert (len(app.screen_stack), titles(app)) == (2, before)
+
+
 async def test_one_column_stays_and_the_mouse_works(tmp_path: Path) -> None:
     async with still(tmp_path, CLUSTER, (120, 40)) as (app, pilot):
         await pilot.press("C")

@@ -301,16 +301,20 @@ async def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
         await lab.settle(pilot, lambda: state(app) == "done")
 
 
-async def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp, elsewhere: bool) -> None:
     async def given_up(app: BoardApp, pilot: Pilot[int], core: Core) -> bool:
-        """Launch and close the dialog; return whether the key came before the run, which ends either way."""
+        """Launch and close the dialog, by escape or the palette; return whether the key came before the run, which ends either way."""
         open_launch(app)
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
         await fill_all(pilot, exp, "sleep.py", gpus="2")
         await pilot.press("enter")
         await lab.settle(pilot, lambda: bool(core.starter.started))
         (started,) = core.starter.started
-        await pilot.press("escape")
+        if elsewhere:
+            app.go_to("node:sim01")
+        else:
+            await pilot.press("escape")
         in_time = started.cancelled
         if not in_time:
             started.cancel()

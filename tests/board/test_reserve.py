@@ -202,6 +202,13 @@ async def test_closing_the_dialog_releases_the_reservation(tmp_path: Path, core:
         os.kill(agent, 0)  # raises where the agent has gone
 
 
+async def test_going_elsewhere_releases_the_reservation(tmp_path: Path, core: Core) -> None:
+    async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot):
+        app.go_to("node:sim01")  # as the palette does
+        await lab.settle(pilot, lambda: len(app.screen_stack) == 2 and lab.claims(tmp_path) == [])
+        assert lab.told(app, "Cancelled: nothing is reserved")
+
+
 async def test_quitting_releases_a_reservation_in_progress(tmp_path: Path, core: Core) -> None:
     async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot):
         before = Stopwatch()

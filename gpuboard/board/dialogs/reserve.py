@@ -129,6 +129,9 @@ class ReserveDialog(Dialog[Allocation]):
         """Show why it failed, and find the next best set of the same size."""
         if self._attempt.cancelled:
             return
+        if not self.is_attached:
+            board.show_error(error)
+            return
         words = request_form.refusal_words(error.refusal)[0] if isinstance(error, Refused) else str(error)
         if choice.gpus and (self.values["gpus"] in self._marked or not is_whole(self.values["gpus"])):
             self._offer(board, words, choice)
