@@ -15,11 +15,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gpuboard.transport.spawn import Child, readable, spawn
+from gpuboard.transport.spawn import Child, readable, reap, spawn
 
 _CHUNK = 65536
 _MOST = 512 << 20  # bytes kept of its output; squeue prints a fifth of that for 100,000 jobs
-_SLICE_S = 0.05  # a command is killed within this after ``stopped`` was set
+_SLICE_S = 0.05  # a command is killed within this after ``stopped`` was set, and polled this often without a pidfd
 _KILL_S = 2.0  # after SIGKILL; a process in uninterruptible sleep (file system) is left to init
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -66,7 +66,7 @@ class Command:
         until = time.monotonic() + timeout_s
         while not self._ended:
             left_s = until - time.monotonic()
-            self._step(max(0.0, min(left_s, 0.2)))
+            self._step(max(0.0, min(left_s, _SLICE_S)))
             if left_s <= 0 and not self._ended:  # after one more poll: it may have ended during a suspend
                 return None
         return self._ran()
@@ -98,7 +98,7 @@ class Command:
             if not self._read(fd):
                 self._open.discard(fd)
         # Processes that it started may keep its pipes open forever: the end of the command itself counts.
-        if self._pidfd in ready or (self._pidfd < 0 and not self._open):
+        if self._pidfd in ready or self._pidfd < 0:
             self._end()
 
     def _write(self) -> None:
@@ -122,8 +122,11 @@ class Command:
         return bool(data)
 
     def _end(self) -> None:
-        with contextlib.suppress(ChildProcessError):  # reaped by the kernel: its code is unknown
-            self._code = os.waitstatus_to_exitcode(os.waitpid(self._child.pid, 0)[1])
+        """Keep the result if it has ended."""
+        ended, code = reap(self._child)
+        if not ended:
+            return
+        self._code = code if self._code is None else self._code  # known already if this was interrupted
         for fd in list(self._open):
             while readable(fd, 0) and self._read(fd):
                 pass

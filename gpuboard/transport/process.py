@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gpuboard.transport.base import Handler, TransportError
-from gpuboard.transport.spawn import Child, readable
+from gpuboard.transport.spawn import Child, reap
 
 _CHUNK = 262144
 _STDERR_KEPT = 65536
+_POLL_S = 0.05  # between two checks whether a child has ended, where no pidfd reports it
 _KILLED_S = 2.0  # a killed process that is still there afterwards is in uninterruptible sleep (driver)
 
 
@@ -185,47 +186,40 @@ def _end(child: Child, wait_s: float) -> tuple[int | None, bytes, bool]:
     """
     os.close(child.stdin)
     os.close(child.stdout)
-    rest = b""
-    try:
+    poller = select.poll()
+    poller.register(child.stderr, select.POLLIN)
+    pidfd = -1
+    with contextlib.suppress(OSError):  # reaped by the kernel, a kernel before 5.3, no free descriptor: it is polled
         pidfd = os.pidfd_open(child.pid)
-    except ProcessLookupError:  # this process ignores SIGCHLD, so the kernel has reaped the child
-        code, killed = None, False
-    else:
-        rest = _drain(child.stderr, pidfd, wait_s)
-        code, killed = _reap(child, pidfd)
+        poller.register(pidfd, select.POLLIN)
+    rest, ended, code = _await(child, poller, wait_s)
+    killed = not ended
+    if killed:
+        _signal(child, signal.SIGKILL)
+        more, _, code = _await(child, poller, _KILLED_S)  # if it has not ended then, init will reap it
+        rest += more
+        killed = code in {None, -signal.SIGKILL}
+    if pidfd >= 0:
         os.close(pidfd)
     rest += _read(child.stderr)
     os.close(child.stderr)
-    return code, rest, killed
+    return None if killed else code, rest, killed
 
 
-def _drain(stderr: int, pidfd: int, wait_s: float) -> bytes:
-    """Return what a child writes to stderr until its end, at most for ``wait_s``: a full pipe would prevent its end."""
-    poller = select.poll()
-    poller.register(stderr, select.POLLIN)
-    poller.register(pidfd, select.POLLIN)
+def _await(child: Child, poller: select.poll, wait_s: float) -> tuple[bytes, bool, int | None]:
+    """Wait at most ``wait_s`` for the end of a child; return its stderr meanwhile, whether it ended, and its exit code.
+
+    Its stderr is read because a full pipe would prevent its end.
+    """
     rest = b""
     until = time.monotonic() + wait_s
-    while (left_s := until - time.monotonic()) > 0:
-        for fd, _ in poller.poll(left_s * 1000):
-            if fd == pidfd:
-                return rest
-            if data := _read(fd):
+    while True:
+        ended, code = reap(child)
+        left_s = until - time.monotonic()
+        if ended or left_s <= 0:
+            return rest, ended, code
+        for fd, _ in poller.poll(min(left_s, _POLL_S) * 1000):
+            if fd == child.stderr and (data := _read(fd)):
                 rest = (rest + data)[-_STDERR_KEPT:]
             else:
                 poller.unregister(fd)
-    return rest
-
-
-def _reap(child: Child, pidfd: int) -> tuple[int | None, bool]:
-    """Return the exit code of a child, which is killed if it has not ended, and whether that ended it."""
-    runs = not readable(pidfd, 0)
-    if runs:
-        _signal(child, signal.SIGKILL)
-        if not readable(pidfd, _KILLED_S):
-            return None, True  # init will reap it
-    try:
-        code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
-    except ChildProcessError:
-        return None, runs  # other code in this process has waited for it
-    return (None, True) if runs and code == -signal.SIGKILL else (code, False)

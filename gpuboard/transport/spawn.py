@@ -108,6 +108,18 @@ def readable(fd: int, timeout_s: float) -> bool:
     return bool(poller.poll(timeout_s * 1000))
 
 
+def reap(child: Child) -> tuple[bool, int | None]:
+    """Return whether ``child`` has ended, and its exit code: negative for a signal, None if it was reaped elsewhere.
+
+    The kernel reaps it where this process ignores SIGCHLD.
+    """
+    try:
+        pid, status = os.waitpid(child.pid, os.WNOHANG)
+    except ChildProcessError:
+        return True, None
+    return bool(pid), os.waitstatus_to_exitcode(status) if pid else None
+
+
 def _above_two(fd: int) -> int:
     if fd > 2:
         return fd

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import queue
 
 import pytest
@@ -10,6 +12,17 @@ from gpuboard.transport.base import TransportError
 from gpuboard.transport.exit_errors import explain_exit
 from gpuboard.transport.process import ChildChannel, Exit
 from gpuboard.transport.spawn import spawn
+
+
+@pytest.fixture(params=["pidfd", "no pidfd"])
+def pidfd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test with pidfds, and as under a kernel before 5.3."""
+
+    def fail(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if request.param == "no pidfd":
+        monkeypatch.setattr(os, "pidfd_open", fail)
 
 
 class Ended:
@@ -41,6 +54,7 @@ def ended(command: str, exit_s: float = 60.0) -> str:
     return str(handler.error.get(timeout=60))
 
 
+@pytest.mark.usefixtures("pidfd")
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -54,6 +68,7 @@ def test_a_child_that_closes_its_output_may_take_its_time_to_end(command: str, w
     assert ended(command) == words
 
 
+@pytest.mark.usefixtures("pidfd")
 def test_a_signal_that_the_channel_sent_is_no_cause() -> None:
     assert ended("exec >&-; exec sleep 600", exit_s=0.1) == (
         "the agent ended: closed its output but did not exit within 0.1 s; gpuboard killed it"
