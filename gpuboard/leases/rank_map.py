@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from gpuboard.model.gpu import is_mig
@@ -41,22 +42,20 @@ def reachable_addresses(own: Mapping[str, Sequence[str]], asked: Mapping[str, st
     or reports none. An address that two nodes have (a container bridge) is excluded: neither reaches the other by it.
     Of the rest, the one with the longest common prefix with the other nodes' addresses wins: the common network.
     """
-    counts: dict[str, int] = {}
-    for addresses in own.values():
-        for address in set(addresses):
-            counts[address] = counts.get(address, 0) + 1
+    counts = Counter(address for addresses in own.values() for address in set(addresses))
     usable = {
         name: [a for a in addresses if counts[a] == 1 and _bits(a) and not a.startswith(("127.", "169.254."))]
         for name, addresses in own.items()
     }
+    # A node shares as many bits with an address as that address has prefixes that are prefixes of one of the node's.
+    sharing = Counter(prefix for mine in usable.values() for prefix in {p for a in mine for p in _prefixes(a)})
     found: dict[str, str] = {}
     for name in own:
         mine = usable[name]
         if asked.get(name) in mine or not mine:
             found[name] = asked.get(name, name)
             continue
-        others = [usable[other] for other in own if other != name and usable[other]]
-        shared = {a: sum(max(_common(_bits(a), _bits(b)) for b in addresses) for addresses in others) for a in mine}
+        shared = {a: sum(sharing[prefix] for prefix in _prefixes(a)) for a in mine}
         found[name] = max(mine, key=lambda a: (shared[a], -mine.index(a)))
     return found
 
@@ -69,5 +68,6 @@ def _bits(address: str) -> str:
     return "".join(f"{int(part):08b}" for part in parts)
 
 
-def _common(one: str, two: str) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), len(one))
+def _prefixes(address: str) -> list[str]:
+    bits = _bits(address)
+    return [bits[:length] for length in range(1, len(bits) + 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import msgspec
 import pytest
@@ -52,6 +53,21 @@ def test_addresses_are_those_of_the_common_network() -> None:
     assert reachable_addresses(own, {}) == {"a": "10.1.0.1", "b": "10.1.0.2", "c": "10.1.0.3"}
     assert reachable_addresses(own, {"a": "192.168.7.4"})["a"] == "192.168.7.4"
     assert reachable_addresses({"a": [], "b": ["10.0.0.9"]}, {"a": "a.example"}) == {"a": "a.example", "b": "10.0.0.9"}
+
+
+def test_addresses_of_a_thousand_nodes() -> None:
+    """In linear time, about 0.2 s; comparing every pair of addresses takes half an hour."""
+    own = {
+        f"n{i}": [
+            f"172.{i % 100}.{i // 100}.1",
+            f"10.0.{i // 250}.{i % 250}",
+            *(f"{net}.{i % 250}.{i // 250}.1" for net in range(20, 27)),
+        ]
+        for i in range(1000)
+    }
+    began = time.process_time()
+    assert reachable_addresses(own, {}) == {f"n{i}": f"10.0.{i // 250}.{i % 250}" for i in range(1000)}
+    assert time.process_time() - began < 30
 
 
 @pytest.mark.parametrize(
