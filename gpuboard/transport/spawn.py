@@ -69,33 +69,36 @@ def spawn(command: list[str], environ: Mapping[str, str] | None = None) -> Child
     ``environ``: its variables; None: those of this process. In its own session ctrl-C and ctrl-Z at the terminal reach
     only this process: the agent must still release claims then. Raises OSError when the program cannot be started.
     """
-    theirs_in, stdin = os.pipe()
-    stdout, theirs_out = os.pipe()
-    stderr, theirs_err = os.pipe()
-    parent_ends = (stdin, stdout, stderr)
-    # The child's ends can be 0 to 2 themselves (a caller without stdin); dup2 would overwrite them.
-    ends = [_above_two(fd) for fd in (theirs_in, theirs_out, theirs_err)]
+    ours: list[int] = []
+    theirs: list[int] = []
     try:
+        for fd in range(3):
+            read_end, write_end = os.pipe()
+            ours.append(read_end if fd else write_end)
+            theirs.append(write_end if fd else read_end)
+        # The child's ends can be 0 to 2 themselves (a caller without stdin); dup2 would overwrite them.
+        for fd, end in enumerate(theirs):
+            theirs[fd] = _above_two(end)
         pid = os.posix_spawn(
             command[0],
             command,
             os.environ if environ is None else environ,
-            file_actions=[(os.POSIX_SPAWN_DUP2, end, fd) for fd, end in enumerate(ends)]
+            file_actions=[(os.POSIX_SPAWN_DUP2, end, fd) for fd, end in enumerate(theirs)]
             + [(os.POSIX_SPAWN_CLOSE, fd) for fd in inheritable()],
             setsid=True,
             setsigdef=range(1, 32),  # an ignored SIGPIPE or SIGINT would be inherited
             setsigmask=(),
         )
     except BaseException:
-        for fd in parent_ends:
+        for fd in ours:
             os.close(fd)
         raise
     finally:
-        for fd in ends:
+        for fd in theirs:
             os.close(fd)
-    for fd in parent_ends:
+    for fd in ours:
         os.set_blocking(fd, False)
-    return Child(pid, *parent_ends)
+    return Child(pid, *ours)
 
 
 def readable(fd: int, timeout_s: float) -> bool:
