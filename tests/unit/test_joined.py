@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
 from gpuboard.cluster.snapshot.scheduler_join import Join
-from gpuboard.cluster.snapshot.views import NodeFacts, inert_static
+from gpuboard.cluster.snapshot.scheduler_monitor import SchedulerMonitor
+from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, inert_static
+from gpuboard.config import Settings
 from gpuboard.model.gpu import GpuReading, GpuStatic, Process
 from gpuboard.model.reading import Hello, Reading
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode, Seen
@@ -24,6 +27,21 @@ SCHEDULE = Schedule(
     (JOB,),
 )
 GPU01 = NodeFacts(name="gpu01", known=KNOWN)
+
+
+class Silent:
+    """A scheduler that has not answered yet."""
+
+    seen = Seen()
+
+    def start(self, changed: Callable[[], None]) -> None:
+        """Does nothing."""
+
+    def look(self, timeout_s: float = 0.0) -> Seen:
+        return self.seen
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 def joined(seen: Seen, now: float = 100.0, at: float = AT) -> Join:
@@ -143,3 +161,10 @@ def test_a_node_confined_to_our_jobs_gpus_shows_the_others_by_slurm() -> None:
     outside = join.of(replace(facts, name="10.0.0.1", hello=replace(hello, job=None)))
     assert outside is not None
     assert not outside.shown, "a GPU that is missing there is missing"
+
+
+def test_before_the_first_answer_the_gpus_of_a_node_that_was_read_are_unknown() -> None:
+    monitor = SchedulerMonitor(Silent(), Settings(ssh="all"), lambda routes_of: None)
+    read = replace(GPU01, reading=Reading(seq=1, at=0.0, interval_s=1.0))
+    waited_for = replace(GPU01, name="gpu02")
+    assert monitor.of([read, waited_for], 100.0, AT) == {"gpu01": Scheduled(error="no answer: not queried yet")}

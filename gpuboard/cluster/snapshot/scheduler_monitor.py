@@ -60,11 +60,13 @@ class SchedulerMonitor:
             self._scheduler.start(self._changed)
 
     def of(self, nodes: Sequence[NodeFacts], now: float, at: float) -> dict[str, Scheduled]:
-        """Return the scheduler's data on ``nodes``, by name; nodes unknown to it are left out."""
+        """Return the scheduler's data on ``nodes``, by name; nodes unknown to it are left out.
+
+        Before its first answer only the GPUs of nodes with a reading (``ssh = "all"``) depend on it: they are unknown.
+        """
         with self._lock:
-            if not self.answered:
-                return {}
             self._join.take(self._scheduler.seen, now, at)
+            nodes = [facts for facts in nodes if self.answered or facts.reading is not None]
             return {facts.name: found for facts in nodes if (found := self._join.of(facts)) is not None}
 
     @property
