@@ -54,7 +54,7 @@ class SrunTransport:
         self._job = job
         self._lock = threading.Lock()
         self._querying = threading.Lock()  # held during a query to Slurm: open and close must not wait for it
-        self._gpus: dict[str, int] | None = None  # how many the job has on each of its nodes
+        self._gpus: dict[str, int] | None = None  # how many the job has on each of its nodes; None: to be queried
         self._failed: tuple[float, TransportError] | None = None  # time and error of the last failed query
         self._channels: list[ChildChannel] = []
 
@@ -90,22 +90,24 @@ class SrunTransport:
             channel.fail(TransportError("exited", f"srun cannot be started: {error}"))
 
     def _count(self, host: str) -> int:
-        """Return how many GPUs the job has on ``host``, by one query for all nodes. Raises TransportError."""
+        """Return how many GPUs the job has on ``host``, as queried for all its nodes. Raises TransportError."""
         with self._querying:
             if self._failed and time.monotonic() - self._failed[0] < _FAILED_S:
                 raise self._failed[1]
-            if self._gpus is None:
+            gpus = self._gpus
+            if gpus is None or host not in gpus:
                 try:
-                    self._gpus = counted(self._job, self._connect_s)
+                    self._gpus = gpus = counted(self._job, self._connect_s)
                 except TransportError as error:
                     self._failed = (time.monotonic(), error)
                     raise
-            if host not in self._gpus:
-                has = ", ".join(self._gpus)
+            if host not in gpus:
+                has = ", ".join(gpus)
                 raise TransportError("no-job", f"{host} is not a node of Slurm job {self._job}", f"its nodes: {has}")
-            return self._gpus[host]
+            return gpus[host]
 
     def _explain(self, host: str, how: Exit) -> TransportError:
+        self._gpus = None  # a requeued job may have other nodes and GPUs
         error = explain_end(how, self._job, host, self._python)
         if error.kind == "exited" and self._over():
             # Slurm's message about the step is missing when its processes have ended before.
