@@ -132,7 +132,10 @@ class Operations:
                     self._changed.notify_all()
 
     def published(self, allocation: Allocation) -> list[str]:
-        """Keep a lease that is shown to the user; return the messages about it."""
+        """Keep a lease that is shown to the user; return the messages about it.
+
+        Raises KeeperError; nothing is reserved then.
+        """
         with self._changed:
             made = self._unpublished.pop(allocation.lease.id)
         made.stack.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -24,6 +25,8 @@ from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings, StateSettings
+from gpuboard.keeper.client import Handover
+from gpuboard.keeper.runtime_dir import KeeperError
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Request
 from tests.nvml import Gpu, library, write_script
@@ -173,6 +176,12 @@ async def reserved(app: BoardApp, core: Core, pilot: Pilot[int], n: int, model: 
     core.operations.published(taken)
     await settle(pilot, lambda: app.scene and app.scene.by_lease)
     return taken
+
+
+def keeper_ended(_: Handover) -> None:
+    """Stand in for ``Handover.confirm``: it must not be called in the UI's thread, and the keeper has ended."""
+    assert threading.current_thread() is not threading.main_thread()
+    raise KeeperError("the keeper has ended")
 
 
 async def drag(pilot: Pilot[Any], widget: Widget, *points: tuple[int, int], release: bool = True) -> None:

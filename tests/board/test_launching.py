@@ -304,7 +304,7 @@ async def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp, elsewhere: bool) -> None:
     async def given_up(app: BoardApp, pilot: Pilot[int], core: Core) -> bool:
-        """Launch and close the dialog, by escape or the palette; return whether the key came before the run, which ends either way."""
+        """Launch, then close the dialog or go elsewhere; return whether that came before the run, which always ends."""
         open_launch(app)
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
         await fill_all(pilot, exp, "sleep.py", gpus="2")

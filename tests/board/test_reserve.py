@@ -18,6 +18,7 @@ from gpuboard.board.operations import Attempt
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
 from gpuboard.errors import Interrupted
+from gpuboard.keeper.client import Handover
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Request
 from tests.board import lab, other
@@ -200,6 +201,19 @@ async def test_closing_the_dialog_releases_the_reservation(tmp_path: Path, core:
         assert not isinstance(app.screen, ReserveDialog)
         await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
         os.kill(agent, 0)  # raises where the agent has gone
+
+
+async def test_a_keeper_that_fails_at_the_end_is_reported(
+    tmp_path: Path, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handover, "confirm", lab.keeper_ended)
+    async with lab.board(core) as (app, pilot):
+        await open_for(app, pilot, [])
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve"))
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: lab.told(app, "Not reserved: the keeper has ended"))
+        await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
+        assert len(app.screen_stack) == 2
 
 
 async def test_going_elsewhere_releases_the_reservation(tmp_path: Path, core: Core) -> None:

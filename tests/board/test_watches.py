@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -16,6 +17,7 @@ from gpuboard.board.dialogs.base import Tick
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.watches import Watch, WatchDialog, WatchesScreen, holds
 from gpuboard.cluster.simulated import demo_nodes
+from gpuboard.keeper.client import Handover
 from gpuboard.launch.runs.folder import RunFolder, RunView, this_head
 from gpuboard.model.request import Request
 from tests.board import lab, made, other
@@ -67,7 +69,7 @@ async def test_reserves_at_once(tmp_path: Path, core: Core) -> None:
         claims = lab.claims(tmp_path)
         assert len(claims) == 2
         [lease] = {claim.split(":")[0] for claim in claims}
-        assert any(note.startswith(f"Reserved: {lease}: sim01:") for note in lab.toasts(app))
+        await lab.settle(pilot, lambda: lab.told(app, f"Reserved: {lease}: sim01:"))
         await lab.settle(pilot, lambda: lease in core.scene().by_lease)
         found = core.scene().by_lease[lease]
         assert (found.purpose, 1100 < found.remaining_s <= 1200) == ("waited", True)
@@ -92,6 +94,17 @@ async def test_continues_when_another_user_was_faster(tmp_path: Path) -> None:
             await lab.settle(pilot, lambda: not app.watches.active)
             assert len(lab.claims(tmp_path)) == 3
             core.operations.release(lab.claims(tmp_path)[0].split(":")[0])
+
+
+async def test_a_keeper_that_fails_at_the_end_is_reported(
+    tmp_path: Path, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handover, "confirm", lab.keeper_ended)
+    async with lab.board(core) as (app, pilot):
+        app.watches.add(Watch(0, time.time(), Request(n=1), reserve_s=600.0))
+        await lab.settle(pilot, lambda: lab.told(app, "1 free GPU, then", "the keeper has ended"))
+        assert [watch.words for watch in app.watches.all] == ["could not reserve: the keeper has ended"]
+        await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
 
 
 async def test_a_hung_reservation_blocks_no_watch_and_is_released_with_its_own(tmp_path: Path, core: Core) -> None:

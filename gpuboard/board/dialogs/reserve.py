@@ -118,11 +118,17 @@ class ReserveDialog(Dialog[Allocation]):
         )
 
     def _taken(self, board: BoardApp, allocation: Allocation) -> None:
-        notes = board.core.operations.published(allocation)
-        if self._attempt.cancelled:  # cancelled meanwhile: the lease is being released
-            return
-        text = reserved_text(allocation, notes)
-        board.notify(text, title=f"Reserved: {allocation.lease.id}", timeout=15, markup=False)
+        """Close, and publish the lease beside the UI: Slurm's keeper may take seconds."""
+
+        def shown(notes: list[str]) -> None:
+            if not self._attempt.cancelled:  # cancelled before: the lease is being released
+                text = reserved_text(allocation, notes)
+                board.notify(text, title=f"Reserved: {allocation.lease.id}", timeout=15, markup=False)
+
+        def failed(error: GpuboardError) -> None:
+            board.show_error(GpuboardError(f"Not reserved: {error}"))
+
+        board.ask(lambda: board.core.operations.published(allocation), shown, failed)
         self.dismiss(allocation)
 
     def _refused(self, board: BoardApp, error: GpuboardError, choice: Choice) -> None:

@@ -140,18 +140,20 @@ class Watches:
 
         def taken(allocation: Allocation) -> None:
             self._taking = None
-            notes = operations.published(allocation)
-            if attempt.cancelled:  # the watch was removed meanwhile: the lease is being released
-                return
-            announce(self._board, f"Reserved: {allocation.lease.id}", reserved_text(allocation, notes))
             self._put(watch, f"reserved as {allocation.lease.id}", met=True)
+
+            def shown(notes: list[str]) -> None:
+                if not attempt.cancelled:  # the watch was removed before: the lease is being released
+                    announce(self._board, f"Reserved: {allocation.lease.id}", reserved_text(allocation, notes))
+
+            self._board.ask(lambda: operations.published(allocation), shown, refused)
 
         def refused(error: GpuboardError) -> None:
             self._taking = None
             if isinstance(error, Refused) and error.refusal.code == 4:
                 now = time.time()
                 self._put(watch, f"another user was faster at {request_form.local(now, now)}", met=False)
-            elif watch in self.all:
+            elif any(one.number == watch.number for one in self.all):
                 self._board.show_error(GpuboardError(f"{watch.condition}: {request_form.plain(str(error))}"))
                 self._put(watch, f"could not reserve: {request_form.plain(str(error))}", met=True)
 
