@@ -31,7 +31,7 @@ class Routes:
         self._timing = timing
         self._ssh = True
         self._jobs: tuple[str, ...] = ()
-        self._visits: tuple[str, ...] = ()
+        self._known: set[str] = set()  # all jobs and visits, as last permitted
         self._ssh_at = 0.0  # ssh is not tried before, while another route exists
         self._agent_at: dict[str | None, float] = {}  # by job: the agent is not tried before
 
@@ -41,15 +41,16 @@ class Routes:
         return not self._ssh and not self._jobs and self._fixed is None
 
     def permit(self, *, ssh: bool, jobs: Sequence[str], visits: Sequence[str] = ()) -> bool:
-        """Set what is permitted; return whether this user has a job there that was not there before.
+        """Set what is permitted; return whether this user has a job there that was not there before, or was given up.
 
         ``visits``: this user's jobs there that are no route themselves, but may make the node accept ssh.
         """
-        new = not {*jobs, *visits} <= {*self._jobs, *self._visits}
-        self._ssh, self._jobs, self._visits = ssh, tuple(jobs), tuple(visits)
+        known = {*jobs, *visits}
+        new, again = not known <= self._known, not {*jobs} <= {*self._jobs}
+        self._ssh, self._jobs, self._known = ssh, tuple(jobs), known
         if new:
             self._ssh_at = 0.0
-        return new
+        return new or again
 
     def permits(self, route: Route) -> bool:
         """Return whether a link over ``route`` may stay."""
@@ -84,12 +85,12 @@ class Routes:
         if self._fixed is not None:
             return None
         if route.job is None and kind in _REFUSALS:
+            self._ssh_at = now + self._timing.ssh_again_s
             if self._jobs:
-                self._ssh_at = now + self._timing.ssh_again_s
                 return 0.0
             return self._timing.no_job_s if kind == "no-job" else None
-        if route.job is not None:
-            self._ssh_at = 0.0
-            if kind == "no-job":  # it has ended; the scheduler's next answer will lack it too
-                self._jobs = tuple(job for job in self._jobs if job != route.job)
+        if route.job is not None and kind == "no-job":  # it has ended; the scheduler's next answer will lack it too
+            self._jobs = tuple(job for job in self._jobs if job != route.job)
+            if not self._jobs and now < self._ssh_at:
+                return self._ssh_at - now
         return None
