@@ -277,7 +277,8 @@ def test_steps_are_found_where_some_have_more_calls() -> None:
 def test_a_trace_is_read_by_process_group() -> None:
     def entry(seq: int, *, p2p: bool = False) -> dict[str, object]:
         return {
-            "is_p2p": p2p, "process_group": ["0", "default_pg"], "collective_seq_id": seq, "input_sizes": [[4]],
+            "is_p2p": p2p, "process_group": ["0", "default_pg"], "pg_id": 0, "collective_seq_id": seq,
+            "input_sizes": [[4]],
             "time_created_ns": 1_000_000_000 + 5_000_000 * seq, "profiling_name": "gloo:all_reduce",
         }  # fmt: skip
 

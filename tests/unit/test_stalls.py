@@ -513,6 +513,14 @@ def test_a_verdict_is_given_when_it_is_due_however_long_inspections_take(took: f
     assert Run(BUSY, quiet=False).follow(60, took=took) == pytest.approx(7.4 + took, abs=0.5)
 
 
+def test_ranks_that_wait_for_their_gpus_in_the_same_collective_are_given_time() -> None:
+    """The CPU has called the collective of NCCL before the GPU has computed what it needs."""
+    spinning = [seen(rank, LOAD, group(12, 11), cpu=1.0, gil=False, active=True) for rank in range(2)]
+    run = Run(spinning[1], quiet=False, waiting=spinning[0])
+    assert run.follow(60) == pytest.approx(40, abs=2)
+    assert "stalled" not in run.watch.messages[0]
+
+
 def test_a_rank_that_was_idle_before_the_others_waited_for_it_is_reported_sooner() -> None:
     run = Run(IDLE, quiet=False)
     run.watch.quiet(1, 30.0, 0.0, 3.0)

@@ -401,4 +401,5 @@ def _network(ones: list[Activity]) -> Stall:
         f"so {between} may not deliver",
         "check the network: `gpuboard launch --preflight-only`, firewall, interface (GLOO_SOCKET_IFNAME, "
         "NCCL_SOCKET_IFNAME)",
+        cpu=max(cpu(one) for one in ones),  # of ranks that wait for GPUs, which may still compute
     )

@@ -8,7 +8,7 @@ import json
 
 MYPY = False
 if MYPY:
-    from typing import Any, Dict, List
+    from typing import Any, Dict, List, Set
 
 KEPT = 256  # newest collectives that are reported
 _DEFAULT_GROUP = "0"  # torch's name of the group that init_process_group makes
@@ -19,6 +19,40 @@ EQUAL = frozenset(
 )  # fmt: skip
 
 
+def collectives(trace: "Dict[str, Any]") -> "List[List[Dict[str, Any]]]":
+    """Return the collectives in a trace (format version 2, torch 2.5 and later), oldest first, a list for each group.
+
+    NCCL records each operation of a coalesced one, and at its end an entry for all, which alone has their state.
+    """
+    groups: "Dict[str, List[Dict[str, Any]]]" = {}
+    for entry in trace.get("entries", []):
+        if not entry["is_p2p"]:
+            found = groups.setdefault(str(entry["process_group"][0]), [])
+            if found and found[-1]["pg_id"] != entry["pg_id"]:
+                found.clear()  # of a group that was destroyed and made again
+            elif found and found[-1]["collective_seq_id"] == entry["collective_seq_id"]:
+                found.pop()
+            found.append(entry)
+    return sorted(groups.values(), key=lambda entries: str(entries[0]["pg_id"]))
+
+
+def miscounted(trace: "Dict[str, Any]") -> "Set[str]":
+    """Return the groups in which ranks may number the same collective differently.
+
+    NCCL counts each batch of sends and receives as a collective, and ranks have different numbers of them.
+    """
+    return {str(entry["process_group"][0]) for entry in trace.get("entries", []) if entry["is_p2p"]}
+
+
+def distinct(gloo: "Dict[str, Any]", nccl: "Dict[str, Any]") -> "List[Dict[str, Any]]":
+    """Return the traces with another name for those of gloo's groups that use NCCL too: each numbers its own calls."""
+    both = set(nccl.get("pg_config", ())) | {entry["process_group"][0] for entry in nccl.get("entries", ())}
+    for entry in gloo.get("entries", ()):
+        name, about = entry["process_group"]
+        entry["process_group"] = [name + " (gloo)" if name in both else name, about]
+    return [trace for trace in (gloo, nccl) if trace]
+
+
 def called(trace: "Dict[str, Any]") -> "Dict[str, Any]":
     """Return the newest collectives of the default group: ``called``, a list of [number, index into ``calls``], and
     ``calls``, the different calls as texts that are equal where ranks agree.
@@ -26,8 +60,8 @@ def called(trace: "Dict[str, Any]") -> "Dict[str, Any]":
     calls: "List[str]" = []
     found = []
     try:
-        own = [e for e in trace["entries"] if not e["is_p2p"] and str(e["process_group"][0]) == _DEFAULT_GROUP]
-        for entry in own[-KEPT:]:
+        default = [one for one in collectives(trace) if str(one[0]["process_group"][0]) == _DEFAULT_GROUP]
+        for entry in default[0][-KEPT:] if default and _DEFAULT_GROUP not in miscounted(trace) else []:
             call = _words(entry)
             if call not in calls:
                 calls.append(call)
@@ -42,8 +76,9 @@ def own() -> "Dict[str, Any]":
     try:
         from torch._C import _distributed_c10d as c10d
 
-        # Not NCCL's, which asks its communicators
-        return called(json.loads(c10d._dump_fr_trace_json()))  # type: ignore[attr-defined]
+        gloo = json.loads(c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
+        nccl = json.loads(c10d._dump_nccl_trace_json()) if hasattr(c10d, "_dump_nccl_trace_json") else {}
+        return next((found for found in map(called, distinct(gloo, nccl)) if found["called"]), {})
     except Exception:  # diagnostics must not harm a rank that has succeeded
         return {}
 

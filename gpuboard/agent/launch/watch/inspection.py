@@ -13,6 +13,7 @@ import zlib
 
 from gpuboard.agent import proc
 from gpuboard.agent.launch import teardown
+from gpuboard.agent.launch.rank import recorder
 from gpuboard.agent.launch.rank.traceback_text import is_library
 from gpuboard.agent.launch.watch import locks
 from gpuboard.agent.launch.watch.signs import load
@@ -40,6 +41,8 @@ _PEERS = {
     "gather": ("group_dst", "dst"),
     "reduce": ("group_dst", "dst"),
 }
+# Handlers of torch's worker server that return the flight recorder: gloo's, and NCCL's where torch has NCCL
+_RECORDERS = ("fr_trace_json", "dump_nccl_trace_json")
 _RESPONSE = 8 * 1024 * 1024  # bytes: the flight recorder keeps 2,000 entries of about 500 bytes
 
 
@@ -181,36 +184,34 @@ def _frames(thread: "Dict[str, Any]") -> "List[Dict[str, Any]]":
 
 
 def _collectives(pid: int, path: str, until: float) -> "Optional[List[Dict[str, Any]]]":
-    """Return the newest collectives of each process group of a rank; None if its flight recorder cannot be read."""
-    trace = flight_recorder(pid, path, until)
+    """Return the newest collectives of each process group of a rank; None if its flight recorders have none."""
     try:
-        return None if trace is None else process_groups(trace)
+        return [group for trace in flight_recorders(pid, path, until) for group in process_groups(trace)] or None
     except (ValueError, KeyError, TypeError):
         return None  # another format of another torch
 
 
-def flight_recorder(pid: int, path: str, until: float) -> "Optional[Dict[str, Any]]":
-    """Return the trace of a rank's flight recorder; None if it cannot be read before ``until`` (monotonic)."""
-    # Only this handler: dump_traceback waits for the GIL, and at the interpreter's end that aborts the rank.
+def flight_recorders(pid: int, path: str, until: float) -> "List[Dict[str, Any]]":
+    """Return the traces of a rank's flight recorders, those that can be read before ``until`` (monotonic)."""
+    # Only these handlers: dump_traceback waits for the GIL, and at the interpreter's end that aborts the rank.
     own = proc.read_process(pid)
     if own is None or own.state in "tT":
-        return None  # a stopped process accepts the connection and never answers
-    data = _ask(path, "fr_trace_json", until)
+        return []  # a stopped process accepts the connection and never answers
+    answers = [_ask(path, handler, until) for handler in _RECORDERS]
     try:
-        trace = None if data is None else json.loads(data.decode("utf-8"))
-    except ValueError:
-        return None
-    return trace if isinstance(trace, dict) else None
+        traces = [json.loads(data.decode("utf-8")) if data is not None else {} for data in answers]
+        return recorder.distinct(*traces)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []  # another format of another torch
 
 
 def process_groups(trace: "Dict[str, Any]") -> "List[Dict[str, Any]]":
-    """Return the process groups in a trace of the flight recorder (format version 2, torch 2.5 and later)."""
-    by_group: "Dict[str, List[Dict[str, Any]]]" = {}
-    for entry in trace.get("entries", []):
-        if not entry["is_p2p"]:
-            by_group.setdefault(str(entry["pg_id"]), []).append(entry)
+    """Return the process groups in a trace of the flight recorder."""
     found = []
-    for _, entries in sorted(by_group.items()):
+    left_out = recorder.miscounted(trace)
+    for entries in recorder.collectives(trace):
+        if str(entries[0]["process_group"][0]) in left_out:
+            continue
         # Not pg_status: with gloo its numbers count sends and receives too, which differ from rank to rank.
         newest = int(entries[-1]["collective_seq_id"])
         pending = [e["collective_seq_id"] for e in entries if not e["retired"] and e.get("state") != "completed"]

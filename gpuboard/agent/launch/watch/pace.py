@@ -5,12 +5,13 @@ import time
 from collections import Counter
 
 from gpuboard.agent import proc
-from gpuboard.agent.launch.watch.inspection import flight_recorder
+from gpuboard.agent.launch.rank.recorder import collectives
+from gpuboard.agent.launch.watch.inspection import flight_recorders
 from gpuboard.agent.launch.watch.signs import children, load
 
 MYPY = False
 if MYPY:
-    from typing import Any, Dict, List, Optional, Tuple
+    from typing import Any, Dict, List, Tuple
 
 _NEWEST = 2000  # collectives of a process group: as many as the flight recorder keeps of all groups
 _WINDOWS = (_NEWEST, 500, 100)  # the newest of them alone may repeat
@@ -28,7 +29,7 @@ def look(ranks: "List[Tuple[int, int, str]]") -> "Dict[str, Any]":
     started = time.monotonic()
     before = {pid: _cpu_s(pid) for _, pid, _ in ranks}
     delayed_s = {pid: _delayed_s(pid) for _, pid, _ in ranks}
-    traces = {rank: flight_recorder(pid, path, started + _ANSWER_S) for rank, pid, path in ranks}
+    traces = {rank: flight_recorders(pid, path, started + _ANSWER_S) for rank, pid, path in ranks}
     time.sleep(max(0.0, started + _SAMPLE_S - time.monotonic()))
     elapsed = time.monotonic() - started
     found = []
@@ -67,10 +68,11 @@ def _delayed_s(pid: int) -> float:
     return found
 
 
-def _read(trace: "Optional[Dict[str, Any]]") -> "Dict[str, Any]":
+def _read(traces: "List[Dict[str, Any]]") -> "Dict[str, Any]":
     try:
-        if trace is not None:
-            return {"groups": arrivals(trace), "transfers": transfers(trace)}
+        if traces:
+            groups = [group for trace in traces for group in arrivals(trace)]
+            return {"groups": groups, "transfers": any(map(transfers, traces))}
     except (ValueError, KeyError, TypeError, IndexError):
         pass  # another format of another torch
     return {"groups": None, "transfers": False}
@@ -101,12 +103,8 @@ def arrivals(trace: "Dict[str, Any]") -> "List[Dict[str, Any]]":
     ``gaps_us`` are the times between them, ``steps`` the places among them where a step of the training starts.
     Point-to-point operations are left out.
     """
-    by_group: "Dict[str, List[Dict[str, Any]]]" = {}
-    for entry in trace.get("entries", []):
-        if not entry["is_p2p"]:
-            by_group.setdefault(str(entry["process_group"][0]), []).append(entry)
     found = []
-    for name, entries in sorted(by_group.items()):
+    for entries in collectives(trace):
         newest = entries[-_NEWEST:]
         called = [int(entry["time_created_ns"]) // 1000 for entry in newest]
         first, last = int(newest[0]["collective_seq_id"]), int(newest[-1]["collective_seq_id"])
@@ -114,7 +112,7 @@ def arrivals(trace: "Dict[str, Any]") -> "List[Dict[str, Any]]":
             continue  # another order of another torch
         found.append(
             {
-                "name": name,
+                "name": str(newest[0]["process_group"][0]),
                 "first": first,
                 "called_us": called[0],
                 "gaps_us": [called[i] - called[i - 1] for i in range(1, len(called))],
