@@ -212,16 +212,22 @@ def test_a_take_release_and_renew_end_in_a_designated_way(data: st.DataObject) -
     refusal = b'"error":{"kind":"conflict","message":"no","detail":%s}' % value
     there = Answering("gpu01", refusal if kind is replies.Detail else b'"value":%s' % value)
 
-    def call(node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[Any]) -> Any:
-        return there.link.call(op, args, 1.0, kind)
+    def call(op: str, args: dict[str, Any], kind: type[Any]) -> Any:
+        try:
+            return there.link.call(op, args, 1.0, kind)
+        except (CallFailed, LinkLost) as error:
+            return error
+
+    def call_all(calls: Any, timeout_s: float, kind: type[Any]) -> dict[str, Any]:
+        return {node: call(op, args, kind) for node, (op, args) in calls.items()}
 
     try:
-        taken = ledger.take(call, ledger.Wanted({"gpu01": ["GPU-a"]}, 60.0, "h"), sleep=lambda _: None)
+        taken = ledger.take(call_all, ledger.Wanted({"gpu01": ["GPU-a"]}, 60.0, "h"), sleep=lambda _: None)
         assert taken.remaining_s <= 60.0
     except ledger.NotClaimed:
         pass
-    assert len(ledger.release(call, "lease1", ["gpu01"]).failed) <= 1
-    assert len(ledger.renew(call, "lease1", ["gpu01"], 60.0).failed) <= 1
+    assert len(ledger.release(call_all, "lease1", ["gpu01"]).failed) <= 1
+    assert len(ledger.renew(call_all, "lease1", ["gpu01"], 60.0).failed) <= 1
 
 
 @given(st.data())

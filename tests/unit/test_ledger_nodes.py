@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,19 +38,28 @@ class Nodes:
         self.broken: dict[tuple[str, str], BaseException] = {}
         self.lost_after: set[tuple[str, str]] = set()  # the call arrives, the answer does not
         self.calls: list[tuple[str, str]] = []
+        self.together: list[list[str]] = []  # the nodes of each call_all
 
-    def call(self, node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T:
+    def call_all(
+        self, calls: Mapping[str, tuple[str, dict[str, Any]]], timeout_s: float, kind: type[T]
+    ) -> dict[str, T | CallFailed | LinkLost]:
         assert timeout_s > 0
+        self.together.append(list(calls))
+        return {node: self.call(node, op, args, kind) for node, (op, args) in calls.items()}
+
+    def call(self, node: str, op: str, args: dict[str, Any], kind: type[T]) -> T | CallFailed | LinkLost:
         self.calls.append((node, op))
         if (node, op) in self.broken:
-            raise self.broken[node, op]
+            if isinstance(error := self.broken[node, op], (CallFailed, LinkLost)):
+                return error
+            raise error
         try:
             value = claims.handle(op, json.loads(json.dumps(args)), self.folders[node])
         except claims.Refuse as refused:
             detail = refused.detail and decode(json.dumps(refused.detail).encode(), Detail)
-            raise CallFailed(refused.kind, refused.message, detail) from None
+            return CallFailed(refused.kind, refused.message, detail)
         if (node, op) in self.lost_after:
-            raise LinkLost(node, "connection reset")
+            return LinkLost(node, "connection reset")
         return decode(json.dumps(value).encode(), kind)
 
     def claims(self) -> dict[str, list[Claim]]:
@@ -77,31 +86,33 @@ def no_sleep(seconds: float) -> None:
 
 
 def test_a_lease_over_three_nodes(nodes: Nodes) -> None:
-    taken = ledger.take(nodes.call, wanted(gpu03=["GPU-e"], gpu01=["GPU-a", "GPU-b"], gpu02=["GPU-c"]))
+    taken = ledger.take(nodes.call_all, wanted(gpu03=["GPU-e"], gpu01=["GPU-a", "GPU-b"], gpu02=["GPU-c"]))
     assert nodes.calls == [("gpu01", "take"), ("gpu02", "take"), ("gpu03", "take")]  # sorted
     assert taken.gpus == {"gpu01": ["GPU-a", "GPU-b"], "gpu02": ["GPU-c"], "gpu03": ["GPU-e"]}
     assert taken.remaining_s == pytest.approx(600, abs=30)
     found = nodes.claims()["gpu02"][0]
     assert (found.lease, found.gpus, found.nodes, found.purpose) == (taken.lease, 4, list(NODES), "training")
-    outcome = ledger.renew(nodes.call, taken.lease, NODES, 6000.0)
+    outcome = ledger.renew(nodes.call_all, taken.lease, NODES, 6000.0)
     assert (sorted(outcome.done), outcome.failed) == (list(NODES), {})
     assert {round(claim.remaining_s, -2) for found in nodes.claims().values() for claim in found} == {6000}
-    released = ledger.release(nodes.call, taken.lease, NODES)
+    released = ledger.release(nodes.call_all, taken.lease, NODES)
     assert released.done == {"gpu01": ["GPU-a", "GPU-b"], "gpu02": ["GPU-c"], "gpu03": ["GPU-e"]}
     assert nodes.lying() == set()
+    # Claims are made one after the other; renewals and releases do not wait for each other.
+    assert nodes.together == [["gpu01"], ["gpu02"], ["gpu03"], list(NODES), list(NODES)]
 
 
 def test_releasing_what_has_ended_already_is_no_failure(nodes: Nodes) -> None:
-    taken = ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
-    ledger.release(nodes.call, taken.lease, ["gpu02"])
-    outcome = ledger.release(nodes.call, taken.lease, ["gpu01", "gpu02"])
+    taken = ledger.take(nodes.call_all, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
+    ledger.release(nodes.call_all, taken.lease, ["gpu02"])
+    outcome = ledger.release(nodes.call_all, taken.lease, ["gpu01", "gpu02"])
     assert (outcome.done, outcome.failed) == ({"gpu01": ["GPU-a"], "gpu02": []}, {})
 
 
 def test_a_conflict_on_the_last_node_drops_all(nodes: Nodes) -> None:
-    first = ledger.take(nodes.call, wanted(gpu03=["GPU-e"]))
+    first = ledger.take(nodes.call_all, wanted(gpu03=["GPU-e"]))
     with pytest.raises(ledger.Conflict) as caught:
-        ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu03=["GPU-e"]))
+        ledger.take(nodes.call_all, wanted(gpu01=["GPU-a"], gpu03=["GPU-e"]))
     assert (caught.value.node, caught.value.left, caught.value.exit_code) == ("gpu03", (), 4)
     assert [(claim.lease, claim.uuid, claim.owner) for claim in caught.value.claims] == [(first.lease, "GPU-e", "root")]
     assert nodes.lying() == {("gpu03", "GPU-e")}
@@ -114,7 +125,7 @@ def test_a_lost_connection_drops_all(nodes: Nodes, arrived: bool) -> None:
     else:
         nodes.broken["gpu02", "take"] = LinkLost("gpu02", "connection reset")
     with pytest.raises(ledger.NodeFailed) as caught:
-        ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"], gpu03=["GPU-e"]))
+        ledger.take(nodes.call_all, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"], gpu03=["GPU-e"]))
     assert (caught.value.node, caught.value.kind, caught.value.left) == ("gpu02", "link", ())
     assert str(caught.value) == "gpu02: connection reset"
     assert nodes.lying() == set()
@@ -124,7 +135,7 @@ def test_a_node_that_stays_silent_is_named(nodes: Nodes) -> None:
     nodes.lost_after.add(("gpu02", "take"))
     nodes.broken["gpu02", "release"] = LinkLost("gpu02", "no answer in 5 s")
     with pytest.raises(ledger.NodeFailed) as caught:
-        ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
+        ledger.take(nodes.call_all, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
     assert caught.value.left == ("gpu02",)
     assert nodes.calls.count(("gpu02", "release")) == 2
     assert nodes.lying() == {("gpu02", "GPU-c")}  # nobody keeps it: it lapses
@@ -133,7 +144,7 @@ def test_a_node_that_stays_silent_is_named(nodes: Nodes) -> None:
 def test_a_node_that_cannot_hold_claims(nodes: Nodes) -> None:
     Path(nodes.folders["gpu02"].path).chmod(0o755)
     with pytest.raises(ledger.NodeFailed) as caught:
-        ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
+        ledger.take(nodes.call_all, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
     assert caught.value.kind == "folder"
     assert "it is not sticky" in str(caught.value)
     assert nodes.lying() == set()
@@ -142,34 +153,34 @@ def test_a_node_that_cannot_hold_claims(nodes: Nodes) -> None:
 def test_an_interrupt_drops_all(nodes: Nodes) -> None:
     nodes.broken["gpu02", "take"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
+        ledger.take(nodes.call_all, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
     assert nodes.lying() == set()
 
 
 def test_a_claim_in_progress_may_still_be_withdrawn(nodes: Nodes) -> None:
     """A conflict with a young claim of a lease over several nodes is tried again; here its taker gives up meanwhile."""
-    ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
+    ledger.take(nodes.call_all, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
     [other] = {claim.lease for found in nodes.claims().values() for claim in found}
 
     def gives_up(seconds: float) -> None:
         no_sleep(seconds)
-        ledger.release(nodes.call, other, ["gpu01", "gpu02"])
+        ledger.release(nodes.call_all, other, ["gpu01", "gpu02"])
 
-    taken = ledger.take(nodes.call, wanted(gpu02=["GPU-c"]), sleep=gives_up)
+    taken = ledger.take(nodes.call_all, wanted(gpu02=["GPU-c"]), sleep=gives_up)
     assert nodes.lying() == {("gpu02", "GPU-c")}
     assert taken.lease != other
 
 
 def test_a_young_conflict_ends_too(nodes: Nodes) -> None:
-    ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
+    ledger.take(nodes.call_all, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
     with pytest.raises(ledger.Conflict):
-        ledger.take(nodes.call, wanted(gpu02=["GPU-c"]), sleep=no_sleep)
+        ledger.take(nodes.call_all, wanted(gpu02=["GPU-c"]), sleep=no_sleep)
 
 
 def test_renew_reports_nodes_where_it_failed(nodes: Nodes) -> None:
-    taken = ledger.take(nodes.call, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
+    taken = ledger.take(nodes.call_all, wanted(gpu01=["GPU-a"], gpu02=["GPU-c"]))
     nodes.broken["gpu01", "renew"] = LinkLost("gpu01", "connection reset")
-    outcome = ledger.renew(nodes.call, taken.lease, ["gpu01", "gpu02", "gpu03"], 60.0)
+    outcome = ledger.renew(nodes.call_all, taken.lease, ["gpu01", "gpu02", "gpu03"], 60.0)
     assert list(outcome.done) == ["gpu02"]
     assert {node: str(error) for node, error in outcome.failed.items()} == {
         "gpu01": "gpu01: connection reset",
@@ -178,11 +189,11 @@ def test_renew_reports_nodes_where_it_failed(nodes: Nodes) -> None:
 
 
 def test_a_conflict_without_details() -> None:
-    def call(node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T:
-        raise CallFailed("conflict", "no")
+    def call_all(calls: Mapping[str, Any], timeout_s: float, kind: type[T]) -> dict[str, T | CallFailed | LinkLost]:
+        return {node: CallFailed("conflict", "no") for node in calls}
 
     with pytest.raises(ledger.Conflict) as caught:
-        ledger.take(call, wanted(gpu01=["GPU-a"]), sleep=no_sleep)
+        ledger.take(call_all, wanted(gpu01=["GPU-a"]), sleep=no_sleep)
     assert caught.value.claims == ()
 
 

@@ -36,6 +36,7 @@ from gpuboard.model.units import format_duration
 if TYPE_CHECKING:
     from gpuboard.config import Settings
     from gpuboard.leases.claims.ledger import ScopeFleet
+    from gpuboard.transport.base import CallFailed, LinkLost
 
 T = TypeVar("T")
 _GRACE_S = 3.0  # a node that answers later is waited for only if the others do not suffice
@@ -282,7 +283,7 @@ class ClaimsAllocator:
         )
         used = {claim.lease for claims in self._fleet.claims().values() for claim in claims}
         try:
-            taken = client.take(self._call, wanted, used)
+            taken = client.take(self._call_all, wanted, used)
         except client.Conflict as conflict:
             notes.append(str(conflict))
             self._failed.update(self._refresh(uuids))
@@ -320,12 +321,15 @@ class ClaimsAllocator:
         before_that = "".join(f"; before: {note}" for note in notes if note)
         return self._allocation(lease, choice.gpus, choice.why + before_that, after)
 
-    def _call(self, node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T:
-        """Call an agent; before a claim, note the node, as an interrupt can occur at any line."""
-        if op == "take":
-            self._check_abandoned()
-            self._unpublished.setdefault(args["lease"], []).append(node)
-        return self._fleet.call(node, op, args, timeout_s, kind)
+    def _call_all(
+        self, calls: Mapping[str, tuple[str, dict[str, Any]]], timeout_s: float, kind: type[T]
+    ) -> Mapping[str, T | CallFailed | LinkLost]:
+        """Call agents; before a claim, note the node, as an interrupt can occur at any line."""
+        for node, (op, args) in calls.items():
+            if op == "take":
+                self._check_abandoned()
+                self._unpublished.setdefault(args["lease"], []).append(node)
+        return self._fleet.call_all(calls, timeout_s, kind)
 
     def _adopt(self, taken: client.Taken, terms: Terms) -> None:
         settings = msgspec.to_builtins(self._settings)
@@ -431,7 +435,7 @@ class ClaimsAllocator:
     def _release(self, lease: str) -> list[str]:
         """Release a lease on all nodes that may have claims of it; return a message for each failure."""
         with uninterrupted():
-            outcome = client.release(self._fleet.call, lease, self._unpublished.pop(lease, []))
+            outcome = client.release(self._fleet.call_all, lease, self._unpublished.pop(lease, []))
         return [
             f"could not release lease {lease} on {node}: {clean(str(error))}; it will expire there within 90 s"
             for node, error in outcome.failed.items()

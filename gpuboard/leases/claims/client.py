@@ -1,7 +1,7 @@
 """Leases over several nodes, all or nothing; and the leases that the nodes' claims form (pure).
 
-All messages to nodes go through the argument ``call``: ``call(node, op, args, timeout_s, kind)`` returns the agent's
-value, a ``kind``, and raises CallFailed or LinkLost (``Fleet.call`` has this signature).
+All messages to nodes go through the argument ``call_all``, which has the signature of ``Fleet.call_all``: it calls
+several agents at once and returns the value of each, a ``kind``, or its CallFailed or LinkLost.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ T = TypeVar("T")
 LeaseFlag = Literal["disputed", "unread", "partial"]  # see :func:`leases_of`
 
 
-class Call(Protocol):
+class CallAll(Protocol):
     """See the module's docstring."""
 
-    def __call__(self, node: str, op: str, args: dict[str, Any], timeout_s: float, kind: type[T]) -> T: ...
+    def __call__(
+        self, calls: Mapping[str, tuple[str, dict[str, Any]]], timeout_s: float, kind: type[T]
+    ) -> Mapping[str, T | CallFailed | LinkLost]: ...
 
 
 # Ids are read aloud and typed: without 0 o 1 l i u, which look or sound alike.
@@ -120,7 +122,7 @@ def new_id(used: Collection[str] = ()) -> str:
 
 
 def take(
-    call: Call,
+    call_all: CallAll,
     wanted: Wanted,
     used: Collection[str] = (),
     sleep: Callable[[float], None] = time.sleep,
@@ -133,7 +135,7 @@ def take(
     for attempt in range(ATTEMPTS):
         lease = new_id(used)  # new each time, to distinguish it from claims that could not be released
         try:
-            return _take_once(call, wanted, lease)
+            return _take_once(call_all, wanted, lease)
         except Conflict as conflict:
             if attempt + 1 == ATTEMPTS or not all(_may_be_withdrawn(claim) for claim in conflict.claims):
                 raise
@@ -145,7 +147,7 @@ def _may_be_withdrawn(claim: Claim) -> bool:
     return claim.age_s < _WITHDRAWAL_S and len(claim.nodes) > 1
 
 
-def _take_once(call: Call, wanted: Wanted, lease: str) -> Taken:
+def _take_once(call_all: CallAll, wanted: Wanted, lease: str) -> Taken:
     asked: list[str] = []
     remaining_s = wanted.for_s
     args: dict[str, Any] = {
@@ -161,41 +163,43 @@ def _take_once(call: Call, wanted: Wanted, lease: str) -> Taken:
     try:
         for node in sorted(wanted.gpus):
             asked.append(node)
-            ends = call(node, "take", {**args, "uuids": list(wanted.gpus[node])}, CALL_S, Ends)
+            ends = call_all({node: ("take", {**args, "uuids": list(wanted.gpus[node])})}, CALL_S, Ends)[node]
+            if isinstance(ends, (CallFailed, LinkLost)):
+                raise ends
             remaining_s = min(remaining_s, ends.until - ends.now)
     except CallFailed as error:
         # The agent that refused has withdrawn its part itself.
-        left = _drop(call, lease, asked[:-1])
+        left = _drop(call_all, lease, asked[:-1])
         if error.kind == "conflict":
             raise Conflict(asked[-1], error.message, error.detail.claims if error.detail else (), left) from None
         raise NodeFailed(asked[-1], error.kind, error.message, left) from None
     except LinkLost as error:
-        left = _drop(call, lease, asked)  # the claim may have succeeded before the connection was lost
+        left = _drop(call_all, lease, asked)  # the claim may have succeeded before the connection was lost
         raise NodeFailed(asked[-1], "link", error.words, left) from None
     except BaseException:
-        _drop(call, lease, asked)
+        _drop(call_all, lease, asked)
         raise
     return Taken(lease, {node: list(uuids) for node, uuids in sorted(wanted.gpus.items())}, remaining_s)
 
 
-def _drop(call: Call, lease: str, nodes: Iterable[str]) -> list[str]:
+def _drop(call_all: CallAll, lease: str, nodes: Iterable[str]) -> list[str]:
     """Release a part; return the nodes that did not answer two calls: a feed reconnects in between.
 
     A hung node has the release queued after the claim and executes both when it continues.
     """
     failed = list(nodes)
     for _ in range(2):
-        failed = list(release(call, lease, failed).failed)
+        failed = list(release(call_all, lease, failed).failed)
     return failed
 
 
-def release(call: Call, lease: str, nodes: Iterable[str], *, owned: bool = True) -> Outcome:
+def release(call_all: CallAll, lease: str, nodes: Iterable[str], *, owned: bool = True) -> Outcome:
     """Release a lease on each of ``nodes``; ``done`` maps a node to the UUIDs that were released.
 
     A lease that has just ended there is no failure: its list is empty. The same holds for a lease of the caller
     (``owned``) if only another user has claims with this id there: they belong to another lease.
     """
-    done, failed = _each(call, "release", {"lease": lease}, nodes, ReleasedClaims)
+    done, failed = _each(call_all, "release", {"lease": lease}, nodes, ReleasedClaims)
     released = {node: answer.released for node, answer in done.items()}
     for node, error in list(failed.items()):
         if isinstance(error, CallFailed) and error.kind in (_NOT_THERE if owned else {"not-found"}):
@@ -204,22 +208,18 @@ def release(call: Call, lease: str, nodes: Iterable[str], *, owned: bool = True)
     return Outcome(released, failed)
 
 
-def renew(call: Call, lease: str, nodes: Iterable[str], for_s: float) -> Outcome:
+def renew(call_all: CallAll, lease: str, nodes: Iterable[str], for_s: float) -> Outcome:
     """Let a lease of the caller end ``for_s`` from now; ``done``: the end by node, in that node's epoch seconds."""
-    done, failed = _each(call, "renew", {"lease": lease, "for_s": for_s}, nodes, Ends)
+    done, failed = _each(call_all, "renew", {"lease": lease, "for_s": for_s}, nodes, Ends)
     return Outcome({node: ends.until for node, ends in done.items()}, failed)
 
 
 def _each(
-    call: Call, op: str, args: dict[str, Any], nodes: Iterable[str], kind: type[T]
+    call_all: CallAll, op: str, args: dict[str, Any], nodes: Iterable[str], kind: type[T]
 ) -> tuple[dict[str, T], dict[str, CallFailed | LinkLost]]:
-    done: dict[str, T] = {}
-    failed: dict[str, CallFailed | LinkLost] = {}
-    for node in sorted(nodes):
-        try:
-            done[node] = call(node, op, dict(args), CALL_S, kind)
-        except (CallFailed, LinkLost) as error:
-            failed[node] = error
+    answers = call_all({node: (op, dict(args)) for node in sorted(nodes)}, CALL_S, kind)
+    failed = {node: each for node, each in answers.items() if isinstance(each, (CallFailed, LinkLost))}
+    done = {node: each for node, each in answers.items() if not isinstance(each, (CallFailed, LinkLost))}
     return done, failed
 
 

@@ -163,7 +163,7 @@ class ClaimsLedger:
             self._warn(f"warning: {error}; {lease.id} is released anyway, and the keeper may report it as lost")
         fleet = self._connected(lease)
         owned = self._is_own(lease, fleet.uids())
-        outcome = client.release(fleet.call, lease.id, lease.nodes, owned=owned)
+        outcome = client.release(fleet.call_all, lease.id, lease.nodes, owned=owned)
         remove_rank_map(self._env, lease.id)
         index = {(gpu.node, gpu.uuid): gpu.index for gpu in lease.gpus}
         gpus = [LeaseGpu(node, index.get((node, uuid)), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
@@ -185,7 +185,7 @@ class ClaimsLedger:
         from gpuboard.keeper import client as keeper
         from gpuboard.leases.claims import client
 
-        outcome = client.renew(self._connected(lease).call, lease.id, lease.nodes, for_s)
+        outcome = client.renew(self._connected(lease).call_all, lease.id, lease.nodes, for_s)
         if outcome.done:
             keeper.renew(lease.id, for_s, self._env)
         self._refresh(lease.nodes)
