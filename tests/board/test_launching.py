@@ -34,7 +34,7 @@ from gpuboard.errors import UsageError
 from gpuboard.launch.runs.index import Runbook
 from gpuboard.launch.target import Target
 from gpuboard.model.request import Pick, Request
-from tests.board import lab
+from tests.board import lab, made
 from tests.board.launches import Exp
 from tests.waiting import until
 
@@ -191,6 +191,17 @@ async def test_marked_gpus_are_used_for_a_launch_and_released(exp: Exp) -> None:
         await pilot.press("y")
         await lab.settle(pilot, lambda: lab.told(app, "stopped"))
         await lab.settle(pilot, lambda: exp.claims() == [])
+
+
+async def test_a_named_gpu_that_vanishes_is_not_left_out(tmp_path: Path) -> None:
+    gpus = [made.gpu("gpu01", index) for index in range(2)]
+    async with made.still(tmp_path, made.scene(made.node("gpu01", gpus))) as (app, pilot):
+        open_launch(app, [gpu.uuid for gpu in gpus])
+        await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog) and app.screen.is_mounted)
+        await made.next_scene(app, pilot, made.scene(made.node("gpu01", gpus[:1])))
+        assert isinstance(app.screen, LaunchDialog)
+        form = app.screen.form(app.screen.values)
+        assert (form.gpus, form.n) == ("gpu01:GPU-gpu01-0@gpu01:GPU-gpu01-1", None)
 
 
 async def test_a_lease_of_mine_is_launched_on_and_stays(exp: Exp) -> None:

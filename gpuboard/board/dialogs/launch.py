@@ -22,7 +22,7 @@ from gpuboard.board.dialogs.launch_process import (
 from gpuboard.board.dialogs.planner import Answer, Planner, refused, taken
 from gpuboard.board.scene import Scene
 from gpuboard.model.lease import Lease
-from gpuboard.model.request import Choice, Request
+from gpuboard.model.request import Choice, Pick, Request
 from gpuboard.model.units import format_duration, is_whole, parse_duration
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class LaunchDialog(Dialog[str]):
     def __init__(self, board: BoardApp, scene: Scene, gpus: str, uuids: Sequence[str]) -> None:
         """``gpus``: the field's default; ``uuids``: its GPUs, if it names GPUs."""
         self._scene = scene
-        self._uuids = {gpus: tuple(uuids)} if not is_whole(gpus) else {}
+        picks = () if is_whole(gpus) else request_form.picks_of(uuids, scene)[1]
+        self._marked: dict[str, Sequence[Pick]] = {gpus: picks} if picks else {}
         starter = board.core.starter
         last = starter.last or LaunchForm("", starter.here, device="cpu" if starter.simulated else "cuda")
         settings = board.core.settings
@@ -182,8 +183,7 @@ class LaunchDialog(Dialog[str]):
         look(None)
 
     def _request(self, values: dict[str, str]) -> Request:
-        marked = {words: request_form.picks_of(uuids, self._scene)[1] for words, uuids in self._uuids.items()}
-        return request_form.request_of(values, marked)
+        return request_form.request_of(values, self._marked)
 
     def _answered(self, request: Request, answer: Answer) -> None:
         if not self.is_attached or self.busy:
@@ -210,7 +210,7 @@ class LaunchDialog(Dialog[str]):
             nodes = tuple(lease.nodes)
         elif not is_whole(text):
             picks = self._request(values).picks
-            gpus = "@".join(f"{pick.node}:{pick.uuid}" for pick in picks) if text in self._uuids else text
+            gpus = "@".join(f"{pick.node}:{pick.uuid}" for pick in picks) if text in self._marked else text
             if all(pick.node is not None for pick in picks):
                 nodes = tuple(dict.fromkeys(pick.node for pick in picks if pick.node is not None))
         return LaunchForm(
