@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
+from asyncssh import SSHClientConnectionOptions
 from asyncssh.config import SSHClientConfig
 
 from gpuboard.transport.base import TransportError
@@ -82,6 +85,32 @@ def test_files_that_asyncssh_cannot_read_are_not_given_to_it(tmp_path: Path) -> 
     assert (found.name, found.files, found.user, found.key_name) == ("10.0.0.9", [], "y", "other")
     assert found.options["keepalive_interval"] == 60
     assert found.options["host_key_alias"] == "other"
+
+
+def test_keys_agent_and_addresses_are_those_of_an_included_file(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        subprocess.run(["ssh-keygen", "-q", "-N", "secret", "-f", str(tmp_path / name)], check=True)
+    public = base64.b64decode((tmp_path / "mine.pub").read_text().split()[1])
+    (tmp_path / "mine.pub").unlink()
+    (tmp_path / "more").write_text(
+        f"Host gpu\n  HostName 10.0.0.9\n  IdentitiesOnly yes\n  IdentityAgent {tmp_path}/%h.sock\n"
+        f"  AddressFamily inet\n  BindAddress 10.0.0.1\n  IdentityFile {tmp_path}/mine\n"
+        f"Host off\n  HostName 10.0.0.8\n  IdentitiesOnly yes\n  IdentityAgent none\n  IdentityFile {tmp_path}/gone\n"
+        f"Host elsewhere\n  HostName 10.0.0.7\n  IdentityFile {tmp_path}/other\n"
+    )
+    (tmp_path / "config").write_text(f"Include {tmp_path}/more\nHost *\n  ServerAliveInterval 1m\n")
+    hosts = HostConfig(str(tmp_path / "config"), ["/none"])
+    found = {}
+    for name in ("gpu", "off", "elsewhere"):
+        host = hosts.host(name)
+        options = SSHClientConnectionOptions(config=host.files or None, **host.options)
+        agent = options.agent_path if "agent_path" in host.options else None
+        found[name] = (agent, options.agent_identities, options.family, options.local_addr)
+    assert found == {
+        "gpu": (f"{tmp_path}/10.0.0.9.sock", [public], socket.AF_INET, ("10.0.0.1", 0)),
+        "off": ("", [b""], socket.AF_UNSPEC, None),
+        "elsewhere": (None, None, socket.AF_UNSPEC, None),
+    }
 
 
 def test_ssh_is_not_run_for_plain_files(tmp_path: Path) -> None:

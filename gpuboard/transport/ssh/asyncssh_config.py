@@ -120,13 +120,19 @@ class HostConfig:
         key_name = str(config.get("HostKeyAlias") or config.get("Hostname") or name)
         where = int(str(config.get("Port") or 22))
         known = self._known_files(config)
+        own_keys = bool(config.get("IdentitiesOnly"))
         if resolved is not None:
             if not config.loaded or str(config.get("Hostname") or name) != resolved.hostname:
                 files, name = [], resolved.hostname  # asyncssh reads another address: it gets all options from here
                 if resolved.get("hostkeyalias"):
                     options["host_key_alias"] = resolved.get("hostkeyalias")
             user, where, key_name = resolved.user, resolved.port, resolved.key_name
-            options |= {"username": user, "port": where}
+            options |= {"username": user, "port": where, "family": resolved.family}
+            if bind := resolved.get("bindaddress"):
+                options["local_addr"] = (bind, 0)
+            if (agent := resolved.agent) is not None:
+                options["agent_path"] = agent
+            own_keys = resolved.get("identitiesonly") == "yes"
             alive = (resolved.count("serveraliveinterval"), resolved.count("serveralivecountmax"))
             keys = resolved.all("identityfile")
             jumps, proxy = resolved.jumps, resolved.proxy_command
@@ -139,6 +145,9 @@ class HostConfig:
             only = bool(files) and bool(config.get("IdentitiesOnly"))  # then public keys select keys of the agent
             options["client_keys"] = [key for key in keys if _is_key(os.path.expanduser(key), public=only)]
             options["ignore_encrypted"] = True
+            if own_keys:
+                found = (resolve.public_key(os.path.expanduser(key)) for key in keys)
+                options["agent_identities"] = [key for key in found if key] or [b""]  # asyncssh reads [] as all keys
         # Through a shell, as in ssh: asyncssh would split the command at spaces, without regard to quotes.
         options["proxy_command"] = None if proxy is None or jumps else ["/bin/sh", "-c", f"exec {proxy}"]
         host = SshHost(name, options=options, jumps=jumps, files=files, known=self._known(known))

@@ -6,7 +6,6 @@ its errors do not show whether a server asks for a password.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import getpass
 import os
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import paramiko
 
-from gpuboard.files import KEY_MAX, SSH_CONFIG_MAX, read
+from gpuboard.files import SSH_CONFIG_MAX, read
 from gpuboard.model.text import clean
 from gpuboard.model.units import parse_duration
 from gpuboard.transport.base import TransportError
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 _KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3
 _WAKE_S = 5.0  # between two wake-ups of paramiko's thread; its default of 0.1 s costs 5 % of a core at 100 nodes
-_FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 
 
 class ParamikoLogins:
@@ -121,8 +119,7 @@ class ParamikoLogins:
             )
         if host.proxy_command is not None:
             return _proxied(host.proxy_command)
-        family = _FAMILIES.get(host.get("addressfamily") or "", socket.AF_UNSPEC)
-        link = _connected(host.hostname, host.port, family, self.timeout_s)
+        link = _connected(host.hostname, host.port, host.family, self.timeout_s)
         # paramiko's keepalives wait for no reply, so TCP has to detect a path that drops packets
         alive_s = host.count("serveraliveinterval") or _KEEPALIVE_S
         count = host.count("serveralivecountmax") or _KEEPALIVE_COUNT
@@ -298,7 +295,9 @@ def _authenticate(connection: paramiko.Transport, host: resolve.Resolved) -> Non
 
 def _keys(host: resolve.Resolved, files: list[str]) -> Iterator[Any]:
     """Yield the keys to offer, those of ssh-agent first, as in ssh."""
-    only = {blob for file in files if (blob := _public(f"{file}.pub"))} if host.get("identitiesonly") == "yes" else None
+    only = (
+        {blob for file in files if (blob := resolve.public_key(file))} if host.get("identitiesonly") == "yes" else None
+    )
     with contextlib.closing(paramiko.Agent()) as agent:
         for key in agent.get_keys() if host.values.get("identityagent") != ["none"] else ():
             if only is None or key.asbytes() in only:
@@ -306,10 +305,3 @@ def _keys(host: resolve.Resolved, files: list[str]) -> Iterator[Any]:
         for file in files:
             with suppress(Exception):  # encrypted, of an unsupported type, or not a key
                 yield paramiko.PKey.from_path(file)
-
-
-def _public(file: str) -> bytes | None:
-    try:
-        return base64.b64decode(read(file, KEY_MAX).split()[1])
-    except (OSError, ValueError, IndexError):
-        return None

@@ -6,6 +6,7 @@ before 2.24, ignored what followed an Include that ended in a block for another 
 
 from __future__ import annotations
 
+import base64
 import functools
 import getpass
 import json
@@ -13,6 +14,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -41,6 +43,8 @@ _KEYS = (
     "pkcs11provider", "port", "proxycommand", "proxyjump", "remotecommand", "serveralivecountmax",
     "serveraliveinterval", "sessiontype", "stdinnull", "user", "userknownhostsfile",
 )  # fmt: skip
+_FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
+_OPENSSH_KEY = b"openssh-key-v1\0"  # PROTOCOL.key: then cipher, KDF, its options, the number of keys, the public key
 # With one of these the configuration of a host can change without a file that changes.
 _VARIABLE = re.compile(
     r"^\s*(match\b.*\b(exec|localnetwork)\b|canonicalizehostname\b)|\$\{", re.IGNORECASE | re.MULTILINE
@@ -89,6 +93,19 @@ class Resolved:
     def proxy_command(self) -> str | None:
         """The ProxyCommand, or None. ProxyJump takes precedence."""
         return None if self.jumps else self.get("proxycommand")
+
+    @property
+    def family(self) -> int:
+        """The family of the addresses that AddressFamily permits."""
+        return _FAMILIES.get(self.get("addressfamily") or "", socket.AF_UNSPEC)
+
+    @property
+    def agent(self) -> str | None:
+        """The socket of ssh-agent, empty for none; None where IdentityAgent leaves it to SSH_AUTH_SOCK."""
+        value = _first(self.values, "identityagent")
+        if value is None or value == "SSH_AUTH_SOCK":
+            return None
+        return "" if value == "none" else os.path.expanduser(os.path.expandvars(self.expand(value)))
 
     def expand(self, text: str) -> str:
         """Return ``text`` with ssh's tokens (ssh_config(5), TOKENS) replaced; unknown ones stay."""
@@ -242,6 +259,24 @@ def split(spec: str) -> tuple[str | None, str, int | None]:
 def parse_jumps(value: str | None) -> tuple[str, ...]:
     """Return the hosts that a ProxyJump names, the first one first."""
     return () if value is None or value.lower() == "none" else tuple(hop.strip() for hop in value.split(","))
+
+
+def public_key(file: str) -> bytes | None:
+    """Return the public key of an IdentityFile as ssh finds it: in the file, in ``file.pub``, beside a private key."""
+    for path in (file, f"{file}.pub"):
+        with suppress(OSError, ValueError, IndexError):
+            text = files.read(path, files.KEY_MAX)
+            if b"PRIVATE KEY-----" not in text:
+                return base64.b64decode(text.split()[1])
+    with suppress(OSError, ValueError, IndexError):
+        data = base64.b64decode(files.read(file, files.KEY_MAX).split(b"-----")[2])
+        if data.startswith(_OPENSSH_KEY):
+            at = len(_OPENSSH_KEY)
+            for _ in range(3):
+                at += 4 + int.from_bytes(data[at : at + 4], "big")
+            size = int.from_bytes(data[at + 4 : at + 8], "big")
+            return data[at + 8 : at + 8 + size] or None
+    return None
 
 
 def jump_chain(name: str, jumps: tuple[str, ...], jumps_of: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
