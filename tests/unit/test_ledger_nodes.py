@@ -14,6 +14,7 @@ import pytest
 
 from gpuboard.agent.claims import store as claims
 from gpuboard.errors import GpuboardError, NoSuchLease
+from gpuboard.keeper.holder import identify
 from gpuboard.leases.claims import client as ledger
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.reading import Claim, ClaimHolder
@@ -296,6 +297,15 @@ def test_a_lease_is_the_caller_s_by_the_uids_on_its_nodes(uids: dict[str, int], 
     claims = {"gpu01": [claim("k3f9", "GPU-a")], "gpu02": [claim("k3f9", "GPU-c", uid=2002)]}
     [lease] = ledger.leases_of(claims, INDEX, 0.0, uids=uids)
     assert (lease.mine, lease.may_end, lease.ledger) == (mine, may_end, "nodes")
+
+
+def test_the_holder_of_a_claim_is_known_on_its_own_host_only() -> None:
+    """A container has its own name and its own pids, but the boot id of its host."""
+    me = identify(os.getpid())
+    assert me is not None
+    assert ledger.holder_alive(ClaimHolder(*me)) is True
+    assert ledger.holder_alive(ClaimHolder(*me._replace(start=me.start - 1))) is False
+    assert ledger.holder_alive(ClaimHolder(*me._replace(host="container", start=me.start - 1))) is None
 
 
 def test_dead_claims_and_garbage_make_no_lease() -> None:

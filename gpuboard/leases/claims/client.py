@@ -282,7 +282,9 @@ def indexes(nodes: Iterable[NodeView]) -> dict[str, dict[str, int]]:
 
 
 def holder_alive(holder: ClaimHolder) -> bool | None:
-    """Return whether a claim's holder is alive; None when it runs on another host."""
+    """Return whether a claim's holder is alive; None when it runs on another host, or in a container of this one."""
+    if holder.host != os.uname().nodename:
+        return None  # a container has the host's boot id, but pids of its own
     return processes.alive(processes.Holder(holder.host, holder.boot_id, holder.pid, holder.start))
 
 
