@@ -145,7 +145,10 @@ class NodeFeed:
             link.tick(next_tick_ms(time.time(), self._interval_s))
 
     def check(self, now: float) -> None:
-        """Check deadlines: close a link without a first answer or gone stale, and retry one that is due."""
+        """Check deadlines: close a link without a first answer or gone stale, and retry one that is due.
+
+        Without a route the last reading is dropped once its claims may have expired.
+        """
         link = self.link
         if link is not None and link.over is None:
             silence_s = max(self._timing.silence_s, 10 * (self._interval_s or 0.0))
@@ -162,6 +165,12 @@ class NodeFeed:
             elif self._interval_s is not None and self._routes.agent_is_due(self._route, now) and not self._waiting:
                 self._drop_link()
                 self._open(now)
+            facts = self.facts
+            outdated = facts.closed and facts.reading is not None and now - facts.arrived > self._timing.closed_s
+            if outdated:
+                self.facts = msgspec.structs.replace(facts, reading=None, previous=None)
+        if outdated:
+            self._changed()
 
     def _open(self, now: float) -> None:
         """Open a link over the route that is next. The lock is held, here and in ``_drop_link``."""

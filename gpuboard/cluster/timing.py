@@ -26,6 +26,8 @@ class FleetTiming(msgspec.Struct, frozen=True):
     first_answer_s: float = 10.0  # minimum timeout from connected to the first reading: NVML alone can take 3 s
     silence_s: float = 60.0  # an agent without a message for this long (and for 10 intervals) is replaced
 
+    closed_s: float = 90.0  # a reading of a node without a route counts for this long; its claims may have expired then
+
     # Retry with back-off
     backoff_first_s: float = 1.0  # before the first retry; doubles with every failure
     backoff_most_s: float = 60.0

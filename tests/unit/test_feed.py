@@ -104,6 +104,19 @@ def test_no_route_is_tried_before_it_is_permitted_and_links_end_when_none_is(con
     assert len(connector.links) == 1
 
 
+def test_the_last_reading_of_a_node_without_a_route_counts_until_its_claims_may_have_expired(
+    connector: FakeConnector,
+) -> None:
+    it = feed(connector)
+    it.open()
+    connector.links[0].sends(HELLO, STATIC, reading())
+    it.permit(ssh=False, jobs=[])
+    it.check(it.facts.arrived + TIMING.closed_s)
+    assert it.facts.reading == reading()
+    it.check(it.facts.arrived + TIMING.closed_s + 1)
+    assert (it.facts.reading, it.facts.known.keys(), it.facts.closed) == (None, {"GPU-a"}, True)
+
+
 def test_steps_use_the_schedulers_name_of_a_node_and_ssh_uses_ours(connector: FakeConnector) -> None:
     it = feed(connector)
     it.permit(ssh=False, jobs=["7"], known_as="gpu01")
