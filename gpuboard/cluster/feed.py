@@ -15,6 +15,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.routes import Route, Routes
 from gpuboard.cluster.snapshot.views import NodeFacts, inert_static
 from gpuboard.cluster.timing import TIMING, FleetTiming
+from gpuboard.model.gpu import GpuStatic
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
 from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory
 from gpuboard.shellprobe.connector import NodeConnector
@@ -225,7 +226,7 @@ class NodeFeed:
             if isinstance(message, Static):
                 known = {gpu.uuid: gpu for gpu in map(inert_static, message.gpus)}
                 if not self._replace_known:
-                    known = self.facts.known | known
+                    known = _without_replaced(self.facts.known, known) | known
                 self._replace_known = False
                 self.facts = msgspec.structs.replace(self.facts, static=message, known=known)
                 listed = len(known)
@@ -314,3 +315,9 @@ class NodeFeed:
             return TransportError(error.kind, f"{self._no_python.words}, {error.words}", self._no_python.remedy)
         self._no_python = error
         return error
+
+
+def _without_replaced(before: dict[str, GpuStatic], listed: dict[str, GpuStatic]) -> dict[str, GpuStatic]:
+    """Return the GPUs of ``before``, by UUID, without those whose slot another GPU of ``listed`` has now."""
+    slots = {gpu.pci_bus_id for gpu in listed.values() if gpu.pci_bus_id}
+    return {uuid: gpu for uuid, gpu in before.items() if uuid in listed or gpu.pci_bus_id not in slots}

@@ -153,6 +153,19 @@ def test_gpus_outside_a_job_are_not_lost_and_one_that_left_the_job_is(connector:
     assert it.facts.known.keys() == {"GPU-b", "GPU-c"}
 
 
+def test_a_gpu_is_lost_until_another_has_its_slot(connector: FakeConnector) -> None:
+    it = feed(connector)
+    it.open()
+    both = [*STATIC.gpus, GpuStatic(1, "GPU-b", "H100", "0:2:0")]
+    connector.links[0].sends(HELLO, Static(gpus=both))
+    connector.links[0].sends(Static(gpus=both[:1]))
+    assert it.facts.known.keys() == {"GPU-a", "GPU-b"}
+    connector.links[0].sends(Static(gpus=[both[0], GpuStatic(1, "GPU-c", "H100", "0:2:0")]))
+    assert it.facts.known.keys() == {"GPU-a", "GPU-c"}
+    connector.links[0].sends(Static(gpus=[GpuStatic(0, "GPU-d", "GB10", "")]), Static(gpus=[]))
+    assert it.facts.known.keys() == {"GPU-a", "GPU-c", "GPU-d"}  # where the slot is unknown
+
+
 def test_a_link_that_becomes_narrower_is_noticed_and_remembered_over_connections(connector: FakeConnector) -> None:
     one = feed(connector)
     one.open()
