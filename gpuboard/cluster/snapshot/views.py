@@ -39,9 +39,7 @@ class NodeFacts(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None  # why there is no connection, or no first answer; with the remedy
     hello: Hello | None = None
     static: Static | None = None
-    known: dict[
-        str, GpuStatic
-    ] = {}  # by UUID: every GPU that this node has listed and that no other replaces, text cleaned
+    known: dict[str, GpuStatic] = {}  # by UUID: every GPU that this node has listed, unless replaced; text cleaned
     reading: Reading | None = None  # the newest
     previous: Reading | None = None  # the one before, if no reading is missing between them
     steady: bool = False  # between these two only numbers of the GPUs have changed
