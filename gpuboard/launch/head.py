@@ -1,11 +1,11 @@
 """The head of a run: opens the supervisors, runs preflight, opens the gate, watches, tears down.
 
-One loop in the main thread reads one inbox. It never blocks on a node, on the user's terminal or on a remote disk.
+One loop in the main thread reads one inbox and writes the run's files. It never blocks on a node or on the user's
+terminal; while a file system hangs, another thread pings the nodes (``supervisors``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import signal
 import sys
@@ -45,9 +45,6 @@ from gpuboard.model.units import iso
 from gpuboard.transport.base import CallFailed, LinkLost
 from gpuboard.transport.connector import Connector
 
-# characters of output not yet written to the user's streams, above and below which the ranks are paused and resumed
-_HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20
-
 _GPUS_S = 5.0  # at the end of a run, for a reading of its GPUs: a new connection per node and one reading
 
 GpuReader = Callable[[Callable[[Snapshot], None]], None]
@@ -57,6 +54,13 @@ class LeaseReading(msgspec.Struct, frozen=True):
     """All GPUs of the lease, also those that the run does not use."""
 
     snapshot: Snapshot
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """A place in the inbox: all items that arrived before ``read_until`` precede it (see ``Head._read_until``)."""
+
+    read_until: float
+    complete_until: float
 
 
 class Head:
@@ -88,8 +92,9 @@ class Head:
         self._started_hook = started
         self._timing = timing
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()  # requests of the user, which output must not delay
         self._record = record = AttemptRecord(folder, screen)
-        self._supervisors = Supervisors(plan, nodes, connector, self._inbox, timing)
+        self._supervisors = Supervisors(plan, nodes, connector, self._inbox, timing, backlog=lambda: screen.backlog)
         self._watch = FailureWatch(plan, timing)
         self._gate = StartGate(plan, self._supervisors, self._watch, record, script_checks=script_checks, timing=timing)
         self._ending = Ending(plan, self._supervisors, self._watch, record, timing)
@@ -129,10 +134,10 @@ class Head:
         self._succeeded = False  # all ranks exited with 0
         self._running_since: float | None = None  # when the last rank began to run, monotonic
         self._sweeping: set[str] = set()  # lost nodes on which a second supervisor ends what is left
-        self._pinged = float("-inf")
+        self._looked = float("-inf")  # for silent nodes, monotonic
         self._read_until = time.monotonic()  # all items that arrived before have been processed
+        self._marked = False  # a Mark is in the inbox
         self._complete_until = 0.0  # so have all events that any reachable supervisor sent before
-        self._holding = False
         self._stdin: StdinReader | None = None
         self._read_lease = read_lease
         self._restarted = before is not None
@@ -148,7 +153,7 @@ class Head:
         """Lead the run to its end; return the exit code. To be called in the main thread."""
         record = self._record
         self._requests.receive(  # before state.json exists: a run that can be seen can be stopped
-            self._inbox, record, view=lambda: self._outcome.saved, explained=self._straggler.explain
+            self._asked, record, view=lambda: self._outcome.saved, explained=self._straggler.explain
         )
         try:
             if self._restarted:
@@ -175,7 +180,7 @@ class Head:
 
     def stop(self, reason: str) -> None:
         """Stop the run as `gpuboard stop` does; from any thread and at any time."""
-        self._inbox.put(ControlRequest("stop", None, reason))
+        self._asked.put(ControlRequest("stop", None, reason))
 
     def abandon(self) -> None:
         """End the run between two attempts: the next one cannot be started."""
@@ -230,17 +235,32 @@ class Head:
             now = time.monotonic()
             self._periodic(now)
             complete_until = self._supervisors.complete_until()
-            with contextlib.suppress(queue.Empty):
-                self._take(self._inbox.get(timeout=self._timing.poll_s))
-                for _ in range(1000):  # bounded: a burst of output must not starve the rest of the loop
-                    self._take(self._inbox.get_nowait())
-            self._read_until, self._complete_until = now, complete_until
+            try:
+                self._take(self._next(wait=True))
+                while time.monotonic() - now < self._timing.poll_s:  # output must not starve the rest of the loop
+                    self._take(self._next(wait=False))
+            except queue.Empty:
+                self._read_until, self._complete_until = now, complete_until
+            else:
+                if not self._marked:
+                    self._marked = True
+                    self._inbox.put(Mark(now, complete_until))
         return True
+
+    def _next(self, *, wait: bool) -> object:
+        """Return the next item, requests of the user first. Raises queue.Empty."""
+        if not self._asked.empty():
+            return self._asked.get_nowait()
+        return self._inbox.get(timeout=self._timing.poll_s) if wait else self._inbox.get_nowait()
 
     def _take(self, item: object) -> None:
         now = time.monotonic()
         if isinstance(item, SupervisorEvent):
             self._on_event(item, now)
+            self._supervisors.handled(item.event)
+        elif isinstance(item, Mark):
+            self._marked = False
+            self._read_until, self._complete_until = item.read_until, item.complete_until
         elif isinstance(item, CallReply):
             self._on_reply(item)
         elif isinstance(item, SupervisorLost):
@@ -364,17 +384,12 @@ class Head:
             options = self._plan.options
             self._supervisors.call_all("stop", {"grace_s": options.helper_grace_s, "reason": "all ranks ended"})
         self._ending.tick(now, self._read_until)
-        if now - self._pinged >= self._timing.ping_s:
-            self._pinged = now
-            for node in self._supervisors.ping():
-                self._on_lost(node, f"no response for {self._plan.options.lost_head_s:.0f} s", now)
+        if now - self._looked >= self._timing.ping_s:
+            self._looked = now
             if self._gate.opened and self._silent.tick(now):
                 self._outcome.changed()
         self._outcome.save(self._timing.save_s)
-        backlog = self._screen.backlog
-        if backlog > _HOLD_ABOVE if not self._holding else backlog < _HOLD_BELOW:
-            self._holding = not self._holding
-            self._supervisors.call_all("hold", {"on": self._holding})
+        self._supervisors.regulate()
 
     def _notify_started(self, now: float) -> None:
         if (

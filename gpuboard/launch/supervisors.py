@@ -6,7 +6,7 @@ import base64
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -22,6 +22,10 @@ from gpuboard.model.replies import Done, Malformed
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.connector import Connector
 from gpuboard.transport.link import AgentLink, Pending
+
+# characters of output not yet handled, above and below which the ranks are paused and resumed
+_HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20
+_EVENT_SIZE = 256  # bytes of an event beside its text: many short lines need memory too
 
 # docs/launch-protocol.md, "Calls"
 SupervisorCall = Literal[
@@ -82,13 +86,21 @@ class Supervisors:
         connector: Connector,
         inbox: queue.SimpleQueue[Any],
         timing: HeadTiming = DEFAULT_TIMING,
+        *,
+        backlog: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``nodes``: how to reach each node of the plan, by its name there."""
+        """``nodes``: how to reach each node of the plan, by its name there. ``backlog`` returns the characters of
+        output that were taken from ``inbox`` and are not yet written."""
         self._plan = plan
         self._nodes = nodes
         self._connector = connector
         self._inbox = inbox
         self._timing = timing
+        self._backlog = backlog
+        self._holding = False  # the ranks' output is paused
+        self._queued = 0  # size of the output on the inbox
+        self._queue_lock = threading.Lock()
+        self._closed = threading.Event()
         self._links: dict[str, AgentLink] = {}
         self._unanswered: dict[str, int] = {}  # pings in a row without any line from the node
         self._ping: dict[str, tuple[float, Pending]] = {}  # the oldest ping without a reply, and when it was sent
@@ -96,9 +108,10 @@ class Supervisors:
         self._pinged = 0.0
 
     def open(self) -> None:
-        """Start every supervisor without waiting for it."""
+        """Start every supervisor without waiting for it, and ping each until ``close``."""
         for config in self._plan.nodes:
             self._links[config.node] = self._open(config.node, msgspec.to_builtins(config))
+        threading.Thread(target=self._keep_pinging, name="pings", daemon=True).start()
 
     def sweep(self, node: str) -> None:
         """End what a lost supervisor may have left on ``node``; its NodeEnded or SupervisorLost follows.
@@ -143,28 +156,18 @@ class Supervisors:
             if link.over is None:
                 link.submit(op, dict(args))
 
-    def ping(self) -> list[str]:
-        """Ping every supervisor; close and return those that have sent nothing for ``lost_head_s``.
+    def handled(self, event: LaunchEvent) -> None:
+        """Record that an event of the inbox was handled."""
+        if isinstance(event, events.Output):
+            self._count(-_size(event))
 
-        To be called every ``ping_s``. The limit counts pings, not time: while suspended this process sends none.
-        """
-        limit_s = self._plan.options.lost_head_s
-        lost = []
-        for node, link in self._links.items():
-            if link.over is not None or link.hello is None:  # connecting has a timeout of its own
-                continue
-            if link.last_line >= self._pinged:
-                self._unanswered[node] = 0
-            self._unanswered[node] = self._unanswered.get(node, 0) + 1
-            if limit_s is not None and self._unanswered[node] > limit_s / self._timing.ping_s + 1:
-                lost.append(node)
-                link.close()
-            else:
-                now, pending = time.monotonic(), link.submit("ping", {})
-                if node not in self._ping or self._ping[node][1].settled:
-                    self._ping[node] = now, pending
-        self._pinged = time.monotonic()
-        return lost
+    def regulate(self) -> None:
+        """Pause the ranks while too much of their output waits to be handled or written; resume them after that."""
+        with self._queue_lock:
+            backlog = max(self._queued, self._backlog())
+            if backlog > _HOLD_ABOVE if not self._holding else backlog < _HOLD_BELOW:
+                self._holding = not self._holding
+                self.call_all("hold", {"on": self._holding})
 
     def silent(self) -> dict[str, float]:
         """Return for how long each reachable supervisor has sent nothing, as the number of pings since then says."""
@@ -216,8 +219,40 @@ class Supervisors:
 
     def close(self) -> None:
         """Close every connection; the processes left on a node end with it."""
+        self._closed.set()
         for link in self._links.values():
             link.close()
+
+    def _keep_pinging(self) -> None:
+        """Ping from a thread that touches no file: a file system that hangs must not cost the ranks their head."""
+        while not self._closed.wait(self._timing.ping_s):
+            self._ping_all()
+
+    def _ping_all(self) -> None:
+        """Ping every supervisor; those that have sent nothing for ``lost_head_s`` are lost.
+
+        The limit counts pings, not time: while suspended this process sends none.
+        """
+        limit_s = self._plan.options.lost_head_s
+        for node, link in self._links.items():
+            if link.over is not None or link.hello is None:  # connecting has a timeout of its own
+                continue
+            if link.last_line >= self._pinged:
+                self._unanswered[node] = 0
+            self._unanswered[node] = self._unanswered.get(node, 0) + 1
+            if limit_s is not None and self._unanswered[node] > limit_s / self._timing.ping_s + 1:
+                link.close()
+                self._inbox.put(SupervisorLost(node, f"no response for {limit_s:.0f} s"))
+            else:
+                now, pending = time.monotonic(), link.submit("ping", {})
+                if node not in self._ping or self._ping[node][1].settled:
+                    self._ping[node] = now, pending
+        self._pinged = time.monotonic()
+
+    def _count(self, size: int) -> None:
+        with self._queue_lock:
+            self._queued += size
+        self.regulate()
 
     def _open(self, node: str, config: dict[str, Any]) -> AgentLink:
         def listener(message: Hello | Static | Reading | Event) -> None:
@@ -227,6 +262,8 @@ class Supervisors:
                 event = events.decode(message.kind, message.data)
             except Malformed as error:
                 event = events.RunNotice(f"malformed event {message.kind}: {error}")
+            if isinstance(event, events.Output):
+                self._count(_size(event))
             if event is not None:
                 self._inbox.put(SupervisorEvent(node, event))
 
@@ -237,3 +274,7 @@ class Supervisors:
         return self._connector.open(
             node, there.host, role="launch", config=config, listener=listener, ended=ended, job=there.job
         )
+
+
+def _size(output: events.Output) -> int:
+    return len(output.text) + len(output.data) + _EVENT_SIZE

@@ -20,12 +20,14 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.launch.attempt.record import AttemptRecord
 from gpuboard.launch.attempt.requests import Requests
+from gpuboard.launch.events import Output
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
 from gpuboard.launch.runs.control import ControlRequest, ask
 from gpuboard.launch.runs.folder import RunFolder
 from gpuboard.launch.supervisors import SupervisorEvent
 from gpuboard.launch.timing import HeadTiming
+from gpuboard.model.reading import Event
 from gpuboard.transport.connector import Connector
 from tests.unit.test_plan import planned
 from tests.unit.test_watch import BOOM, RESET
@@ -105,6 +107,48 @@ def test_a_resumed_head_reads_its_inbox_before_it_names_the_root_cause(tmp_path:
 
 
 @contextmanager
+def unopened(tmp_path: Path) -> Iterator[Head]:
+    """Yield the head of a launch whose supervisors are not started."""
+    env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    with closing(Screen(io.StringIO(), io.StringIO())) as screen, closing(Connector(Settings())) as connector:
+        yield Head(
+            planned(), RunFolder(env, "rabc"), screen, connector=connector, nodes={}, read_gpus=None, timing=TIMING
+        )
+
+
+def test_a_request_is_handled_before_output_that_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[object] = []
+    with unopened(tmp_path) as head:
+        monkeypatch.setattr(head, "_take", taken.append)
+        head._inbox.put(SupervisorEvent("gpu01", Output(0, "out", "line\n")))
+        head.stop("asked")
+        assert head._pump(lambda: bool(taken), None)
+    assert taken[0] == ControlRequest("stop", None, "asked")
+
+
+def test_a_deadline_passes_only_after_all_that_arrived_before_it(tmp_path: Path) -> None:
+    with unopened(tmp_path) as head:
+        for _ in range(5000):
+            head._inbox.put(SupervisorEvent("gpu02", RESET))
+        assert not head._pump(lambda: False, time.monotonic())
+        assert head._inbox.empty()
+
+
+def test_a_deadline_passes_while_output_arrives_without_pause(tmp_path: Path) -> None:
+    class Endless(queue.SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            self.put(SupervisorEvent("gpu01", Output(0, "out", "line\n")))
+            return super().get(block, timeout)
+
+        def get_nowait(self) -> Any:
+            return self.get(block=False)
+
+    with unopened(tmp_path) as head:
+        head._inbox = Endless()
+        assert not head._pump(lambda: False, time.monotonic() + 0.2)
+
+
+@contextmanager
 def two_nodes(tmp_path: Path, timing: HeadTiming = TIMING) -> Iterator[tuple[Head, int]]:
     """Yield the head of a launch with an open gate and two running supervisors, and the pid of that of gpu01."""
     env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
@@ -148,6 +192,21 @@ def test_a_stopped_supervisor_is_named_until_it_continues(tmp_path: Path) -> Non
         os.kill(supervisor, signal.SIGCONT)
         assert head._pump(lambda: not head.view().verdicts, time.monotonic() + 60)
     assert "gpu01 responds again after " in (head._record.folder.path / "head.log").read_text()
+
+
+def test_the_head_pings_while_its_main_thread_writes_a_file(tmp_path: Path) -> None:
+    with two_nodes(tmp_path) as (head, _):
+        now = time.monotonic()
+        until(lambda: head._supervisors.complete_until() > now, "both nodes answer a later ping")
+
+
+def test_ranks_are_paused_while_their_output_waits_to_be_handled(tmp_path: Path) -> None:
+    with two_nodes(tmp_path) as (head, _):
+        link = head._supervisors._links["gpu01"]
+        while not head._supervisors._holding:
+            link._listener(Event("output", msgspec.Raw(msgspec.json.encode(Output(0, "out", "x" * 60_000 + "\n")))))
+            assert head._inbox.qsize() < 200
+        assert head._pump(lambda: not head._supervisors._holding, time.monotonic() + 60)
 
 
 def test_the_wait_for_a_suspended_supervisor_is_limited(tmp_path: Path) -> None:

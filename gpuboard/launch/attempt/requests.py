@@ -65,9 +65,7 @@ class Requests:
             return
         with contextlib.suppress(queue.Empty):
             while True:
-                item = before.get_nowait()
-                if isinstance(item, (SignalReceived, ControlRequest, ExplainRequest)):
-                    inbox.put(item)
+                inbox.put(before.get_nowait())
 
     def close(self) -> None:
         """Remove the control socket, restore the handlers of signals."""
