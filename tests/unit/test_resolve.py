@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from asyncssh import SSHClientConnectionOptions
 from asyncssh.config import SSHClientConfig
 
 from gpuboard.transport.base import TransportError
+from gpuboard.transport.command import run
 from gpuboard.transport.ssh.asyncssh_config import HostConfig
 from gpuboard.transport.ssh.resolve import Resolver, jump_chain, split
 from tests.calls import calls_of
+from tests.waiting import alive, until
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (openssh-client)")
 
@@ -115,7 +118,7 @@ def test_keys_agent_and_addresses_are_those_of_an_included_file(tmp_path: Path) 
 
 def test_ssh_is_not_run_for_plain_files(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("Host a*\n  Port 99\n")
-    with calls_of(subprocess.run) as calls:
+    with calls_of(run) as calls:
         assert HostConfig(str(tmp_path / "config"), ["/none"]).host("abc").port == 99
     assert calls == []
 
@@ -123,12 +126,12 @@ def test_ssh_is_not_run_for_plain_files(tmp_path: Path) -> None:
 def test_answers_are_cached_until_a_file_changes(folder: Path) -> None:
     kept = folder / "state" / "answers.json"
     first = Resolver(str(folder / "config"), cache=kept)
-    with calls_of(subprocess.run) as calls:
+    with calls_of(run) as calls:
         assert first.get("gpu01").user == "u1"
     assert len(calls) == 1
     first.save()
     assert kept.stat().st_mode & 0o777 == 0o600
-    with calls_of(subprocess.run) as calls:
+    with calls_of(run) as calls:
         assert Resolver(str(folder / "config"), cache=kept).get("gpu01").user == "u1"
     assert calls == []
     (folder / "d" / "0.conf").write_text("Host gpu01\n  User new\n")
@@ -166,10 +169,37 @@ def test_errors_of_ssh_are_reported(tmp_path: Path) -> None:
         Resolver(str(tmp_path / "none")).get("gpu01")
 
 
-def test_a_command_that_hangs_times_out(tmp_path: Path) -> None:
-    (tmp_path / "config").write_text('Match exec "sleep 60"\n  Port 99\n')
-    with pytest.raises(TransportError, match="`ssh -G gpu01` did not respond within 0 s; does a `Match exec`"):
-        Resolver(str(tmp_path / "config"), timeout_s=0.2).get("gpu01")
+@pytest.fixture
+def hanging(tmp_path: Path) -> Path:
+    """An ssh_config with a command that hangs, which writes its pid to the file ``pid`` beside it."""
+    (tmp_path / "config").write_text(f'Match exec "echo $$ >>{tmp_path}/pid; sleep 600; true"\n  Port 99\n')
+    return tmp_path / "config"
+
+
+def gone(config: Path) -> bool:
+    pids = (config.parent / "pid").read_text().split()
+    return bool(pids) and not any(map(alive, map(int, pids)))
+
+
+def test_a_command_that_hangs_times_out_and_is_killed(hanging: Path) -> None:
+    started = hanging.parent / "pid"
+    for timeout_s in (0.4, 5.0, 30.0):  # until the command has started
+        words = f"`ssh -G gpu01` did not respond within {timeout_s:.0f} s; does a `Match exec`"
+        with pytest.raises(TransportError, match=words):
+            Resolver(str(hanging), timeout_s=timeout_s).get("gpu01")
+        if started.exists() and started.read_text():
+            break
+    until(lambda: gone(hanging), "the command has ended")
+
+
+def test_a_command_that_hangs_is_killed_on_close(hanging: Path) -> None:
+    resolver = Resolver(str(hanging), timeout_s=600.0)
+    with ThreadPoolExecutor() as pool:
+        query = pool.submit(resolver.get, "gpu01")
+        until(lambda: (hanging.parent / "pid").exists() and (hanging.parent / "pid").read_text(), "it has started")
+        resolver.close()
+        until(lambda: gone(hanging), "the command has ended")
+        assert isinstance(query.exception(60), TransportError)
 
 
 def test_a_cycle_of_jump_hosts_is_reported() -> None:

@@ -74,7 +74,7 @@ class AsyncsshTransport:
 
     def close(self) -> None:
         """Drop all connections and stop the thread. A DNS lookup that hangs is abandoned."""
-        self._config.save()
+        self._config.close()
         with self._lock:
             channels = list(self._channels)
         for channel in channels:

@@ -89,10 +89,10 @@ class HostConfig:
         """Return all jump hosts on the path to ``host``, in order."""
         return resolve.jump_chain(host.name, host.jumps, lambda name: self.host(name).jumps)
 
-    def save(self) -> None:
-        """Write ssh's answers to the cache file."""
+    def close(self) -> None:
+        """End calls of ssh; write its answers to the cache file."""
         if self._resolver is not None:
-            self._resolver.save()
+            self._resolver.close()
 
     def _read(self, spec: str, resolved: resolve.Resolved | None) -> SshHost:
         username, name, port = resolve.split(spec)

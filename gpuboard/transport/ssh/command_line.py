@@ -203,7 +203,7 @@ class SshRoutes:
     def detach(self) -> None:
         """Stop running logins; shared connections stay open for other processes."""
         self._closed.set()
-        self._resolver.save()
+        self._resolver.close()
 
     def close(self) -> None:
         """Stop running logins; gpuboard's shared connections end with their last session."""

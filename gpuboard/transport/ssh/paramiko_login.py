@@ -65,7 +65,7 @@ class ParamikoLogins:
         self.closed.set()
         for connection in list(self._jumps.values()):
             drop(connection)
-        self._config.save()
+        self._config.close()
 
     def _through(self, chain: tuple[str, ...]) -> paramiko.Transport:
         """Return the connection to the last host of ``chain``, which all nodes behind it share."""
@@ -170,7 +170,7 @@ class OwnConfig:
         values["port"] = [str(port) if port else values.get("port", ["22"])[0]]
         return resolve.Resolved(spec, values)
 
-    def save(self) -> None:
+    def close(self) -> None:
         """Nothing to save: the files are read again for every host."""
 
 

@@ -15,7 +15,6 @@ import re
 import shlex
 import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +26,14 @@ from gpuboard import files, paths
 from gpuboard.model.text import clean
 from gpuboard.model.units import is_whole
 from gpuboard.transport.base import TransportError
+from gpuboard.transport.command import run
 from gpuboard.transport.ssh import errors
 
 SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 _USER_CONFIG = "~/.ssh/config"
 _USER_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")  # printed by ssh -G where nothing is set
 _JUMPS_MAX = 8
+_CLOSE_S = 1.0  # a query is killed within 0.05 s
 _DEPTH_MAX = 16  # of Include, as in OpenSSH's readconf.c
 _FILES_MAX = 4096  # in all: files that include one another twice would be read 2^16 times
 _CACHED_MAX = 10_000  # hosts in the cache file
@@ -133,6 +134,9 @@ class Resolver:
         self._timeout_s = timeout_s
         self._check_s = check_s
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._running = 0  # queries
+        self._closed = threading.Event()
         self._checked_at = 0.0
         self._state = ""  # identifies the files that the answers were read from
         self._cacheable = True
@@ -170,6 +174,13 @@ class Resolver:
             paths.make_private(self._cache.parent)
             files.write_private(self._cache, text.encode())
 
+    def close(self) -> None:
+        """Kill running queries, with all that a `Match exec` has started, and save the answers."""
+        self._closed.set()
+        with self._idle:
+            self._idle.wait_for(lambda: not self._running, _CLOSE_S)
+        self.save()
+
     def _refresh(self) -> None:
         """Check whether the files have changed; if so, forget the answers."""
         now = time.monotonic()
@@ -204,24 +215,26 @@ class Resolver:
     def _query(self, spec: str) -> dict[str, list[str]]:
         user, name, port = split(spec)
         target = [*(("-l", user) if user else ()), *(("-p", str(port)) if port else ()), "--", name]
+        with self._idle:
+            self._running += 1
         try:
-            done = subprocess.run(
-                [_ssh(), *self.flags, "-G", *target],
-                stdin=subprocess.DEVNULL, capture_output=True, timeout=self._timeout_s, check=False,
-                start_new_session=True,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            words = f"`ssh -G {clean(spec, 64)}` did not respond within {self._timeout_s:.0f} s"
-            raise TransportError("resolve", words, "does a `Match exec` of your ssh_config hang?") from None
+            ran = run([_ssh(), *self.flags, "-G", *target], os.environ, self._timeout_s, stopped=self._closed)
         except OSError as error:
             raise errors.by_error(error) from None
-        if done.returncode:
-            lines = [clean(line) for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+        finally:
+            with self._idle:
+                self._running -= 1
+                self._idle.notify_all()
+        if not ran.ended:
+            words = f"`ssh -G {clean(spec, 64)}` did not respond within {self._timeout_s:.0f} s"
+            raise TransportError("resolve", words, "does a `Match exec` of your ssh_config hang?")
+        if ran.code:
+            lines = [clean(line) for line in ran.err.splitlines() if line.strip()]
             reason = next((line for line in lines if "terminating" not in line and "Pseudo-term" not in line), "")
-            words = f"ssh_config: {reason or f'`ssh -G` exited with code {done.returncode}'}"
+            words = f"ssh_config: {reason or f'`ssh -G` exited with code {ran.code}'}"
             raise TransportError("resolve", words, "correct the file that `ssh_config` names")
         values: dict[str, list[str]] = {}
-        for line in done.stdout.decode("utf-8", "surrogateescape").splitlines():
+        for line in ran.out.splitlines():
             key, _, value = line.partition(" ")
             if key in _KEYS:
                 several = key in {"userknownhostsfile", "globalknownhostsfile"}  # ssh prints them in one line, unquoted
