@@ -6,6 +6,7 @@ import errno
 import os
 import queue
 import re
+import resource
 import select
 import shutil
 import threading
@@ -23,7 +24,7 @@ STREAMS: tuple[Stream, ...] = ("out", "err")
 MAX_LINE = 64 * 1024  # characters: a longer line is split into pieces of this size, which bounds the memory
 _REDRAW_S = 0.1  # shortest time between two drawings of an unfinished line
 _QUOTED = 1024  # characters of a line that is kept for messages
-_OPEN_FILES = 256  # log files open at a time: leaves room for connections below the usual limit of 1,024
+_OPEN_SHARE = 4  # log files open at a time: a quarter of the process's limit, the rest is for connections
 
 # Cursor movements and erasures would tear prefixed lines of several ranks; colours (m) stay.
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
@@ -115,6 +116,10 @@ def _write(stream: TextIO, data: bytes, encoding: str) -> None:
         stream.flush()
         return
     stream.flush()
+    _write_all(fd, data)
+
+
+def _write_all(fd: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         try:
@@ -231,21 +236,24 @@ class Logs:
         self._report = report
         self._heading = f"\n{heading}\n".encode() if heading else b""
         self._begun: set[str] = set()
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[str, BinaryIO] = {}  # the least recently used one first
+        self._most = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _OPEN_SHARE)
         self.failed = False
 
     def write(self, rank: int, stream: Stream, data: bytes) -> None:
         """Append ``data``. The first error (a full disk) is reported; none ends the run."""
         name = f"rank-{rank}.{stream}"
         try:
-            if name not in self._files:
-                if len(self._files) >= _OPEN_FILES:
-                    self.close()
-                self._files[name] = (self._folder / name).open("ab", buffering=0)
+            file = self._files.pop(name, None)
+            if file is None:
+                if len(self._files) >= self._most:
+                    self._files.pop(next(iter(self._files))).close()
+                file = (self._folder / name).open("ab", buffering=0)
                 if self._heading and name not in self._begun:
                     self._begun.add(name)
-                    self._files[name].write(self._heading)
-            self._files[name].write(data)
+                    data = self._heading + data
+            self._files[name] = file
+            _write_all(file.fileno(), data)
         except OSError as error:
             if not self.failed:
                 self.failed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -170,3 +171,36 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
         f"logs are incomplete: {tmp_path}/rank-0.out: No space left on device; "
         "`gpuboard runs` may show an outdated state"
     ]
+
+
+def test_a_log_that_cannot_be_written_in_full_is_reported(tmp_path: Path) -> None:
+    program = """
+import resource, sys
+from pathlib import Path
+from gpuboard.launch.output import Logs
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # a file system writes a part, too
+Logs(Path(sys.argv[1]), print).write(0, "out", b"x" * 1800)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert (tmp_path / "rank-0.out").stat().st_size == 1000
+    assert done.stdout.startswith(f"logs are incomplete: {tmp_path}/rank-0.out: File too large")
+
+
+def test_logs_of_more_ranks_than_files_may_be_open_close_the_least_recently_used(tmp_path: Path) -> None:
+    def open_logs() -> set[str]:
+        links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path)]
+        return {Path(link).name for link in links if link.startswith(str(tmp_path))}
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        logs = Logs(tmp_path, lambda _: None, "attempt 2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for rank in [*range(64), 0, 64]:
+        logs.write(rank, "out", b"line\n")
+    assert open_logs() == {f"rank-{rank}.out" for rank in [0, *range(2, 65)]}
+    logs.write(1, "out", b"more\n")
+    assert (tmp_path / "rank-1.out").read_text() == "\nattempt 2\nline\nmore\n"
+    logs.close()
+    assert open_logs() == set()
