@@ -22,7 +22,7 @@ from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.leases import LeasesScreen, RenewDialog
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.errors import NoSuchLease
-from gpuboard.model.lease import LeaseHolder
+from gpuboard.model.lease import LeaseGpu, LeaseHolder
 from gpuboard.model.request import Request
 from gpuboard.model.units import iso
 from tests.board import lab, made, other
@@ -175,6 +175,23 @@ async def test_jumps_to_the_gpus_and_copies_the_line(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
         assert isinstance(app.screen, ClusterScreen)
         assert app.screen.cursor_uuid == lease.gpus[0].uuid
+
+
+async def test_a_lease_of_slurm_without_known_gpus_leads_to_its_node(tmp_path: Path) -> None:
+    held = [made.lease(name, "alice", []) for name in ("aaaaaa", "bbbbbb", "cccccc")]
+    held[0] = replace(held[0], nodes=["gpu02"])  # shards
+    held[1] = replace(held[1], nodes=["gpu02"], gpus=[LeaseGpu("gpu02", None, "")])
+    nodes = [made.node(name, [made.gpu(name, 0)]) for name in ("gpu01", "gpu02")]
+    async with made.at_cluster(tmp_path, made.scene(*nodes, leases=held)) as (app, cluster, pilot):
+        for down in ([], ["down"]):
+            app.go_to("node:gpu01")
+            await pilot.press("l", *down, "enter")
+            await lab.settle(pilot, lambda: app.screen is cluster)
+            assert cluster.cursor_uuid == "GPU-gpu02-0"
+        await pilot.press("slash", *"gpu01", "enter", "l", "end", "enter")
+        assert lab.toasts(app) == [": none of the GPUs and nodes of lease cccccc is on this board"]
+        app.go_to("")
+        assert (app.screen, cluster.cursor_uuid, cluster.view.filter) == (cluster, "GPU-gpu01-0", "gpu01")
 
 
 async def test_without_leases_it_shows_how_to_get_one(tmp_path: Path) -> None:

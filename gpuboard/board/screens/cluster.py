@@ -185,7 +185,10 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         scene = self.board.scene
         if scene is None:
             return
-        if key.startswith(_NODE) and (node := scene.nodes.get(key.removeprefix(_NODE))) is not None and node.gpus:
+        node = scene.nodes.get(key.removeprefix(_NODE)) if key.startswith(_NODE) else None
+        if node is None and _place(scene, key) is None:
+            return
+        if node is not None and node.gpus:
             key = node.gpus[0].uuid
         self.grid.cursor = key
         if self.grid.cursor != key and self.query_in_force:

@@ -231,8 +231,17 @@ class LeasesScreen(FilteredScreen):
 
     @on(Grid.Chosen)
     def action_jump(self) -> None:
-        if one := self._selected():
-            self.board.go_to(one.lease.gpus[0].uuid)
+        """Go to the first of its GPUs that is known, else to its node: Slurm may name neither."""
+        one, scene = self._selected(), self.board.scene
+        if one is None or scene is None:
+            return
+        lease = one.lease
+        keys = [gpu.uuid for gpu in lease.gpus if gpu.index is not None and gpu.uuid in scene.devices]
+        keys += [f"node:{name}" for name in lease.nodes if name in scene.nodes]
+        if keys:
+            self.board.go_to(keys[0])
+        else:
+            self.board.notify(f"none of the GPUs and nodes of lease {lease.id} is on this board", markup=False)
 
     def action_release(self) -> None:
         """Release the lease, after a question."""
