@@ -20,8 +20,11 @@ class Scheduler(Protocol):
     def start(self, changed: Callable[[], None]) -> None:
         """Query from a thread until closed; ``changed`` is called after each answer or error."""
 
-    def look(self, timeout_s: float = QUERY_S) -> Seen:
-        """Query once if the newest shared answer is too old, waiting at most ``timeout_s``; return what is known."""
+    def look(self, timeout_s: float = QUERY_S, *, retry: bool = False) -> Seen:
+        """Query once if the newest shared answer is too old, waiting at most ``timeout_s``; return what is known.
+
+        ``retry``: also if there is only an error from before this call.
+        """
 
     def close(self) -> None:
         """Stop querying at once; does not wait for a command that hangs."""

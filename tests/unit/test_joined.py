@@ -37,7 +37,7 @@ class Silent:
     def start(self, changed: Callable[[], None]) -> None:
         """Does nothing."""
 
-    def look(self, timeout_s: float = 0.0) -> Seen:
+    def look(self, timeout_s: float = 0.0, *, retry: bool = False) -> Seen:
         return self.seen
 
     def close(self) -> None:

@@ -16,6 +16,8 @@ from msgspec.structs import replace
 
 from gpuboard import files
 from gpuboard.config import Settings
+from gpuboard.errors import NoNodeReached
+from gpuboard.leases.slurm.schedule import schedule_of
 from gpuboard.model.schedule import Schedule, SchedulerNode
 from gpuboard.scheduler.find import find
 from gpuboard.scheduler.slurm import service as slurm
@@ -346,6 +348,23 @@ def test_an_unreadable_answer_is_an_error_and_the_earlier_one_stays(
     (folder / "scontrol").write_text(script)
     asking._ask(60.0)
     assert asking.seen.error is None
+
+
+def test_an_old_error_does_not_hide_a_controller_that_is_back(bench: tuple[dict[str, str], Path]) -> None:
+    env, folder = bench
+    script = (folder / "scontrol").read_text()
+    (folder / "scontrol").write_text("#!/bin/sh\necho 'slurm_load_jobs error: new words' >&2\nexit 1\n")
+    with pytest.raises(NoNodeReached, match="new words"):
+        schedule_of(client(env))
+    (folder / "scontrol").write_text(script)
+    assert client(env).look(60.0).schedule is None
+    assert schedule_of(client(env)).nodes
+    schedule_of(client(env))
+    assert (folder / "log").read_text().split() == ["job", "node"]
+    overdrawn = CachedAnswer(client(env)._cache.boot, asked=now(), error="new words", failures=1, credit_s=-60.0)
+    client(env)._cache.store(overdrawn)
+    with pytest.raises(NoNodeReached, match="new words"):
+        schedule_of(client(env))
 
 
 def test_auto_finds_slurm_only_where_it_is_installed(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _PLACEHOLDER = "slurm-"  # prefix of the UUID of a GPU that has no reading
 
 def schedule_of(scheduler: Scheduler) -> Schedule:
     """Return the newest schedule, querying Slurm if it is due. Raises NoNodeReached if there is none."""
-    seen = scheduler.look()
+    seen = scheduler.look(retry=True)
     if seen.schedule is None:
         raise NoNodeReached(
             f"Slurm does not answer: {clean(seen.error or 'no reason given', 400)}; "

@@ -69,9 +69,12 @@ class Slurm:
         """Query from a thread until closed; ``changed`` is called after each answer or error."""
         threading.Thread(target=self._keep, args=(changed,), name="slurm", daemon=True).start()
 
-    def look(self, timeout_s: float = QUERY_S) -> Seen:
-        """Query once if the newest shared answer is too old, waiting at most ``timeout_s``; return what is known."""
-        self._refresh(time.monotonic() + timeout_s)
+    def look(self, timeout_s: float = QUERY_S, *, retry: bool = False) -> Seen:
+        """Query once if the newest shared answer is too old, waiting at most ``timeout_s``; return what is known.
+
+        ``retry``: also if there is only an error from before this call, as soon as the token bucket allows.
+        """
+        self._refresh(time.monotonic() + timeout_s, now() if retry else 0.0)
         return self.seen
 
     def close(self) -> None:
@@ -87,17 +90,17 @@ class Slurm:
                 changed()
             self._ended.wait(min(self._timing.news_s, max(self._due_s(), 10 * self._timing.poll_s)))
 
-    def _refresh(self, deadline: float) -> None:
-        """Take another process's answer if it is new enough, else query."""
+    def _refresh(self, deadline: float, retry_at: float = 0.0) -> None:
+        """Take another process's answer if it is new enough, else query. ``retry_at``: see ``_due_s``."""
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return
         try:
             begun = time.monotonic()
-            while not self._ended.is_set() and self._adopt() > 0:
+            while not self._ended.is_set() and self._adopt(retry_at) > 0:
                 stuck = time.monotonic() - begun > self._timing.stuck_s  # SIGTSTP
                 with self._cache.turn() as locked:
                     if locked or stuck:
-                        if self._adopt() > 0:
+                        if self._adopt(retry_at) > 0:
                             self._ask(min(self._timing.cycle_s, deadline - time.monotonic()))
                         return
                 if time.monotonic() >= deadline:
@@ -108,7 +111,7 @@ class Slurm:
         finally:
             self._lock.release()
 
-    def _adopt(self) -> float:
+    def _adopt(self, retry_at: float) -> float:
         """Take a newer answer from the file; return how long the next query is overdue."""
         stored = self._cache.load()
         known = self._known
@@ -116,13 +119,15 @@ class Slurm:
             if stored.schedule is None:
                 stored = replace(stored, schedule=self._known.schedule, answered=self._known.answered)
             self._known = stored
-        return -self._due_s()
+        return -self._due_s(retry_at)
 
-    def _due_s(self) -> float:
+    def _due_s(self, retry_at: float = 0.0) -> float:
+        """Return when the next query is due. With no answer yet, an error from before ``retry_at`` is no delay."""
         known = self._known
         if known.asked == 0:
             return -1.0
-        if self._cache.outdated > known.asked and known.schedule is not None and not known.failures:
+        outdated = self._cache.outdated > known.asked and known.schedule is not None and not known.failures
+        if outdated or (known.schedule is None and known.asked < retry_at):
             return known.asked + known.took_s + _rest_s(known, self._timing) - now()
         return known.asked + known.took_s + pause_s(known, self._interval_s, self._jitter, self._timing) - now()
 
