@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +71,15 @@ def test_more_than_exist_is_never_possible() -> None:
     assert found.nearest == "--n 24"
     assert "matching GPUs in total: 24, at most 8 on one node" in found.message
     assert len(found.gpus) == 24
+
+
+def test_gpus_in_use_count_where_only_one_side_has_types() -> None:
+    def untyped(name: str, used: int) -> SchedulerNode:
+        return msgspec.structs.replace(node(name, ("", 8)), used=(Gres("h100", used),))
+
+    assert shape(Request(n=8), untyped("gpu01", 8), untyped("gpu02", 4), untyped("gpu03", 4)).nodes == 2
+    typed = [msgspec.structs.replace(node(f"gpu{k}", ("h100", 8)), used=(Gres("", 6),)) for k in (1, 2)]
+    assert shape(Request(n=4), *typed).nodes == 2
 
 
 def test_closed_nodes_count_for_what_is_ever_possible() -> None:

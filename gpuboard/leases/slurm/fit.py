@@ -167,6 +167,10 @@ def _check_mig(request: Request, kinds: Mapping[str, Sequence[Gres]]) -> None:
 def _free(node: SchedulerNode, kinds: Sequence[Gres], reservation: str) -> int:
     if node.flags & _CLOSED or ("reserved" in node.flags and (not reservation or node.reservation != reservation)):
         return 0
+    if any(not kind.type for kind in (*_present(node.gpus), *_present(node.used))):
+        # Where slurm.conf and gres.conf differ in types, only totals can be compared.
+        free = sum(kind.count for kind in node.gpus) - sum(kind.count for kind in node.used)
+        return max(0, min(free, sum(kind.count for kind in kinds)))
     used = {kind.type: kind.count for kind in node.used}
     return sum(max(0, kind.count - used.get(kind.type, 0)) for kind in kinds)
 
