@@ -50,11 +50,12 @@ class ReleasedClaims(msgspec.Struct, frozen=True):
 
 
 class Touched(msgspec.Struct, frozen=True):
-    """The answer to ``touch``: the requested leases by the state of their claims."""
+    """The answer to ``touch``: the requested leases by the state of their claims; the UUIDs claimed by those alive."""
 
     alive: list[str]
     lapsed: list[str]
     missing: list[str]
+    claims: dict[str, list[str]] = {}
 
 
 class Carrier(msgspec.Struct, frozen=True):

@@ -207,6 +207,24 @@ def test_claim_removed_by_hand_is_reported(lab: Lab) -> None:
     assert keeper.restart_if_needed(lab.env) == ["lease hand1 ended on n: released elsewhere, or its claim was removed"]
 
 
+def test_one_of_two_claims_removed_by_hand_is_reported_and_the_other_kept(lab: Lab) -> None:
+    node = keeper.KeptNode("n", list(UUIDS[:2]), None, str(lab.claims), None)
+    args = {"lease": "hand2", "uuids": node.uuids, "for_s": 3600.0, "nodes": ["n"], "gpus": 2}
+    claims.handle("take", args, claims.Folder(str(lab.claims)))
+    keeper.hand_over(keeper.record("hand2", [node], {}, None, 3600.0), lab.env).confirm()
+    (lab.claims / f"gpuboard.{UUIDS[1]}.hand2").unlink()
+    keeper.renew("hand2", 3600.0, lab.env)  # sends a heartbeat at once instead of after 30 s
+    until((lab.place / "lost").exists)
+    words = f"lease hand2 lost {UUIDS[1]} on n: its claim was removed; it keeps its other GPUs"
+    assert keeper.restart_if_needed(lab.env) == [words]
+    claim = lab.claims / f"gpuboard.{UUIDS[0]}.hand2"
+    os.utime(claim, (time.time() - 20, time.time() - 20))
+    keeper.renew("hand2", 3600.0, lab.env)
+    until(lambda: time.time() - claim.stat().st_mtime < 15)
+    assert keeper.restart_if_needed(lab.env) == []
+    assert lab.records() == {"hand2"}
+
+
 def test_lease_ends_when_its_time_is_up(lab: Lab) -> None:
     lab.holding("time1")
     keeper.renew("time1", 8.0, lab.env)

@@ -48,7 +48,7 @@ def test_nvidia_smi_replaces_nvml_and_is_named_as_the_source(script: Path, fake:
         assert [(gpu.index, gpu.uuid, gpu.minor) for gpu in agent.static.gpus] == [(0, IDLE, 2), (1, BUSY, 0)]
         assert (reading.nvml_error, reading.claims_error) == (None, None)
         assert [(gpu.uuid, gpu.error, gpu.utilization) for gpu in reading.gpus] == [(IDLE, None, 0), (BUSY, None, 97)]
-        assert agent.call("touch", leases=["x"]) == {"alive": [], "lapsed": [], "missing": ["x"]}
+        assert agent.call("touch", leases=["x"]) == {"alive": [], "lapsed": [], "missing": ["x"], "claims": {}}
         assert agent.events == []
     assert fake.calls() == ["-q -x"]
 
@@ -169,6 +169,20 @@ def test_one_that_hangs_is_killed_and_the_last_values_go_on_with_their_age(scrip
         assert dead.gpus[0].delay_s > 30
         fake.hangs(False)
         agent.reading(when=lambda reading: reading.nvml_error is None and reading.gpus[0].delay_s < 5)
+
+
+def test_the_output_of_one_that_lingers_in_its_exit_is_used_and_no_second_one_started(
+    script: Path, fake: FakeSmi
+) -> None:
+    fake.says("v13-h100-590")
+    fake.lingers()
+    with Agent(script, interval_s=0.2) as agent:
+        reading = agent.reading(when=lambda reading: len(reading.gpus) == 2)
+        assert reading.nvml_error is None
+        late = agent.reading(when=lambda reading: reading.gpus[0].delay_s > 15)
+        assert (late.nvml_error, fake.calls()) == (None, ["-q -x"])
+        fake.lingers(False)
+        agent.reading(when=lambda _: len(fake.calls()) > 1)
 
 
 def test_it_ends_with_the_agent_also_when_it_hangs(script: Path, fake: FakeSmi) -> None:

@@ -44,7 +44,7 @@ def alice_holds(folder: str, *uuids: str) -> None:
 def alice_keeps(folder: str) -> None:
     """Heartbeat, renewal and release work."""
     touched = become(ALICE, lambda: ask("touch", folder, leases=["k3f9"]))
-    assert touched == {"alive": ["k3f9"], "lapsed": [], "missing": []}
+    assert touched == {"alive": ["k3f9"], "lapsed": [], "missing": [], "claims": {"k3f9": ["GPU-a"]}}
     assert "until" in become(ALICE, lambda: ask("renew", folder, lease="k3f9", for_s=6000.0))
     assert become(ALICE, lambda: ask("release", folder, lease="k3f9")) == {"released": ["GPU-a"]}
 

@@ -36,7 +36,9 @@ def test_a_life(folder: str) -> None:
     assert (claim.purpose, claim.host, msgspec.to_builtins(claim.holder)) == ("training", "login1", holder)
     assert 600 - passed_s < claim.remaining_s <= 600
     assert claim.age_s < passed_s
-    assert ask("touch", folder, leases=["k3f9", "none"]) == {"alive": ["k3f9"], "lapsed": [], "missing": ["none"]}
+    assert ask("touch", folder, leases=["k3f9", "none"]) == {
+        "alive": ["k3f9"], "lapsed": [], "missing": ["none"], "claims": {"k3f9": ["GPU-a", "GPU-b"]},
+    }  # fmt: skip
     ask("renew", folder, lease="k3f9", for_s=6000.0)
     assert {round(c.remaining_s, -2) for c in read(folder).values()} == {6000}
     assert refused(lambda: take(folder, "zzzz", "GPU-b", "GPU-c"))[0] == "conflict"
@@ -89,7 +91,7 @@ def test_an_expired_claim_is_not_revived(folder: str) -> None:
     age(folder, "gpuboard.GPU-a.k3f9", 95)
     claim = read(folder)["k3f9 GPU-a"]
     assert (claim.state, claim.reason) == ("lapsed", "no heartbeat for 95 s")
-    assert ask("touch", folder, leases=["k3f9"]) == {"alive": [], "lapsed": ["k3f9"], "missing": []}
+    assert ask("touch", folder, leases=["k3f9"]) == {"alive": [], "lapsed": ["k3f9"], "missing": [], "claims": {}}
     assert os.listdir(folder) == []  # the other half too: never a part
 
 
@@ -174,7 +176,7 @@ def test_what_alice_holds_bob_can_neither_remove_nor_forge(folder: str) -> None:
         "remove the folder": "EPERM",
     }  # fmt: skip
     touched = become(BOB, lambda: ask("touch", folder, leases=["k3f9"]))
-    assert touched == {"alive": [], "lapsed": [], "missing": ["k3f9"]}
+    assert touched == {"alive": [], "lapsed": [], "missing": ["k3f9"], "claims": {}}
     assert (Path(path).read_bytes(), os.stat(path).st_mtime_ns, os.stat(path).st_ino) == before
     assert read(folder)["k3f9 GPU-a"].uid == ALICE
     assert ask("release", folder, lease="k3f9") == {"released": ["GPU-a"]}  # root may

@@ -190,12 +190,12 @@ def _names_of(lease: str) -> "Callable[[str], bool]":
 
 
 def touch(leases: "List[str]", uid: int, boot_id: str) -> "Steps":
-    """Send a heartbeat to this user's claims of ``leases``; return {"alive": [], "lapsed": [], "missing": []}.
+    """Send a heartbeat to this user's claims of ``leases``; return their state, as in docs/agent-protocol.md.
 
     If one claim of a lease has expired, all its claims here are removed: it cannot be revived, only taken again.
     """
     suffixes = {"." + lease for lease in leases}
-    result: "Dict[str, List[str]]" = {"alive": [], "lapsed": [], "missing": []}
+    result: "Dict[str, Any]" = {"alive": [], "lapsed": [], "missing": [], "claims": {}}
     yield ("lock", LOCK_WAIT_S)
     _, found = yield from survey(lambda name: name[name.rfind(".") :] in suffixes, boot_id, rules.MARGIN_S, uid)
     for lease in leases:
@@ -206,7 +206,9 @@ def touch(leases: "List[str]", uid: int, boot_id: str) -> "Steps":
         alive = all(x.state == "live" for x in own)
         for one in own if alive else ():
             alive = alive and (yield from _heartbeat(one))
-        if not alive:
+        if alive:
+            result["claims"][lease] = [x.content["uuid"] for x in own]
+        else:
             yield from withdraw([x.entry.name for x in own])
         result["alive" if alive else "lapsed"].append(lease)
     yield ("unlock",)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple
@@ -22,7 +22,7 @@ from gpuboard.keeper.daemon.commands import ConnectedCommand
 from gpuboard.keeper.daemon.heartbeats import Nodes
 from gpuboard.keeper.daemon.loop import KeeperLoop, boottime, log
 from gpuboard.keeper.holder import alive
-from gpuboard.keeper.record import HolderLook, LeaseRecord, decide, files_of
+from gpuboard.keeper.record import HolderLook, KeptNode, LeaseRecord, decide, files_of
 from gpuboard.keeper.timing import KeeperTiming
 
 _WATCHED = 32  # carriers watched by pidfd at most; polling every few seconds covers the others
@@ -131,6 +131,8 @@ class KeptLease:
         elif self.id not in answer.value["alive"]:
             expired = self.id in answer.value["lapsed"]
             self._claims_ended(name, expired=expired, why=str(answer.value.get("words", "")))
+        elif lost := self._without_claim(name, answer.value.get("claims", {}).get(self.id)):
+            self._claims_lost(name, lost)
         elif name in self.unconfirmed:
             self.unconfirmed.discard(name)
             if not self.unconfirmed and self.command is not None:
@@ -149,8 +151,8 @@ class KeptLease:
             loss = f"expired on {name}: no heartbeat from its keeper for 90 s"
         elif not expired:
             loss = f"ended on {name}: released elsewhere, or its claim was removed"
-        if loss and boottime() >= self.no_loss_until and not record.shared:
-            record_loss(self._folder, f"lease {self.id} {loss}")
+        if loss:
+            self._report_loss(loss)
         rest = [node for node in record.nodes if node.name != name]
         if not rest:
             self.end(why or ("its end time has passed" if expired else "released"))
@@ -158,8 +160,30 @@ class KeptLease:
         for node in record.nodes:
             if node.name == name:
                 self._nodes.detach(record, node)
-        self.record = record._replace(nodes=rest)
-        with suppress(OSError):  # a full disk: a successor finds the claim missing on that node
+        self._continue_on(rest)
+
+    def _without_claim(self, name: str, claimed: Collection[str] | None) -> list[str]:
+        """Return the GPUs of a node that are not among those ``claimed`` there; None: it has no claims, but a job."""
+        if claimed is None or self.record.shared:
+            return []
+        uuids = [uuid for node in self.record.nodes if node.name == name for uuid in node.uuids]
+        return [uuid for uuid in uuids if uuid not in claimed]
+
+    def _claims_lost(self, name: str, lost: Collection[str]) -> None:
+        """Some of the lease's claims on a node were removed; it continues with the others."""
+        if self.unconfirmed:
+            self._refuse(f"{name}: the claims of lease {self.id} on {', '.join(lost)} do not exist")
+            return
+        self._report_loss(f"lost {', '.join(lost)} on {name}: its claim was removed; it keeps its other GPUs")
+        self._continue_on([node._replace(uuids=[u for u in node.uuids if u not in lost]) for node in self.record.nodes])
+
+    def _report_loss(self, loss: str) -> None:
+        if boottime() >= self.no_loss_until and not self.record.shared:
+            record_loss(self._folder, f"lease {self.id} {loss}")
+
+    def _continue_on(self, nodes: list[KeptNode]) -> None:
+        self.record = self.record._replace(nodes=nodes)
+        with suppress(OSError):  # a full disk: a successor detects the missing claims too
             self.rewrite(self.record)
 
     def _refuse(self, reason: str) -> None:
