@@ -148,6 +148,14 @@ def test_a_deadline_passes_while_output_arrives_without_pause(tmp_path: Path) ->
         assert not head._pump(lambda: False, time.monotonic() + 0.2)
 
 
+def test_ranks_that_were_not_started_are_not_counted_down(tmp_path: Path) -> None:
+    with unopened(tmp_path) as head:
+        head._record.print("preflight failed")
+        ended_at = head._ending.finish(opened=False, refused=True)
+        head._ending.tick(ended_at, ended_at - head._timing.empty_s)
+        assert (head._record.folder.path / "head.log").read_text().endswith(" gpuboard: preflight failed\n")
+
+
 @contextmanager
 def two_nodes(tmp_path: Path, timing: HeadTiming = TIMING) -> Iterator[tuple[Head, int]]:
     """Yield the head of a launch with an open gate and two running supervisors, and the pid of that of gpu01."""

@@ -101,9 +101,13 @@ class Ending:
         self._spared = self._watch.exiting if self._grace_s > 0 else []
         self._supervisors.call_all("stop", {"grace_s": self._grace_s, "reason": reason, "spare": self._spared})
         how = f"SIGTERM now, SIGKILL in {self._grace_s:.0f} s" if self._grace_s > 0 else "SIGKILL now"
-        stopped = [rank for rank in self._watch.running if rank not in self._spared]
+        stopped = [rank for rank in self._running() if rank not in self._spared]
         if stopped:
             self._record.print(f"{reason}; stopping {rank_words(stopped)}: {how}")
+
+    def _running(self) -> list[int]:
+        """Return the ranks that have a process."""
+        return [rank for rank in self._watch.running if self._watch.ranks[rank].pid is not None]
 
     def _left_s(self, now: float) -> float:
         """Return the time until SIGKILL; it counts from the first SIGTERM that was forwarded."""
@@ -122,10 +126,11 @@ class Ending:
                     self._watch.node_lost(name, "no report that all processes of the run have ended", now)
             return
         seconds = max(0, round(left))
-        if seconds == self._countdown or not self._watch.running:
+        running = self._running()
+        if seconds == self._countdown or not running:
             return
         self._countdown = seconds
-        text = f"{rank_words(self._watch.running)} still running: SIGKILL in {seconds} s"
+        text = f"{rank_words(running)} still running: SIGKILL in {seconds} s"
         if self._record.screen.terminal("err"):
             self._record.screen.pin(f"gpuboard: {text} (ctrl-C: now)")
         elif left < self._grace_s - 1 and (seconds % 10 == 0 or seconds == 5):
