@@ -26,6 +26,7 @@ from gpuboard.transport.link import AgentLink, Pending
 # characters of output not yet handled, above and below which the ranks are paused and resumed
 _HOLD_ABOVE, _HOLD_BELOW = 8 * 2**20, 2**20
 _EVENT_SIZE = 256  # bytes of an event beside its text: many short lines need memory too
+_CONNECTING_S = 1.0  # seconds between looks at whether a node is connected
 
 # docs/launch-protocol.md, "Calls"
 SupervisorCall = Literal[
@@ -125,13 +126,20 @@ class Supervisors:
         self._links[node].submit("stop", {"grace_s": 0.0})
 
     def call(self, node: str, op: SupervisorCall, args: Mapping[str, Any], timeout_s: float, kind: type) -> None:
-        """Call a supervisor; exactly one :class:`CallReply` follows on the inbox."""
-        pending = self._links[node].submit(op, dict(args))
+        """Call a supervisor; exactly one :class:`CallReply` follows on the inbox.
+
+        ``timeout_s`` counts from the connection: until then its own timeout applies, and many nodes queue for it.
+        """
+        link = self._links[node]
+        pending = link.submit(op, dict(args))
 
         def wait() -> None:
             value: object
+            while link.connected_at is None and not pending.wait(_CONNECTING_S):
+                pass
+            pending.sent = max(pending.sent, link.connected_at or 0.0)
             try:
-                value = pending.result(timeout_s, kind)
+                value = pending.result(pending.sent + timeout_s - time.monotonic(), kind)
             except (CallFailed, LinkLost) as error:
                 value = error
             self._inbox.put(CallReply(node, op, value))
