@@ -15,6 +15,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.routes import Route, Routes
 from gpuboard.cluster.snapshot.views import NodeFacts, inert_static
 from gpuboard.cluster.timing import TIMING, FleetTiming
+from gpuboard.errors import ConfigError
 from gpuboard.model.gpu import GpuStatic
 from gpuboard.model.reading import Event, Hello, Reading, Static, shared
 from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory
@@ -108,7 +109,7 @@ class NodeFeed:
         return self.facts.reading is not None or self.facts.error is not None or self.facts.closed
 
     def open(self) -> None:
-        """Start connecting and return; does nothing where no route is permitted."""
+        """Start connecting and return; does nothing where no route is permitted. Raises ConfigError."""
         with self._lock:
             self._open(time.monotonic())
 
@@ -131,7 +132,7 @@ class NodeFeed:
             ):
                 self._drop_link()
                 self.facts = msgspec.structs.replace(self.facts, closed=False, error=None)
-                self._open(time.monotonic())
+                self._reopen(time.monotonic())
 
     def close(self) -> None:
         """End the link and open no other."""
@@ -162,10 +163,10 @@ class NodeFeed:
                 link.look(now)
         with self._lock:
             if self.retry_at is not None and now >= self.retry_at:
-                self._open(now)
+                self._reopen(now)
             elif self._interval_s is not None and self._routes.agent_is_due(self._route, now) and not self._waiting:
                 self._drop_link()
-                self._open(now)
+                self._reopen(now)
             facts = self.facts
             outdated = facts.closed and facts.reading is not None and now - facts.arrived > self._timing.closed_s
             if outdated:
@@ -173,8 +174,17 @@ class NodeFeed:
         if outdated:
             self._changed()
 
+    def _reopen(self, now: float) -> None:
+        """Open a link as ``_open`` does; a ConfigError is the node's error: it would end the caller's thread."""
+        try:
+            self._open(now)
+        except ConfigError as error:
+            self._drop_link()
+            self.failure = TransportError("exited", str(error))
+            self.facts = msgspec.structs.replace(self.facts, error=str(error))
+
     def _open(self, now: float) -> None:
-        """Open a link over the route that is next. The lock is held, here and in ``_drop_link``."""
+        """Open a link over the route that is next. The lock is held, here and in ``_drop_link``. Raises ConfigError."""
         self.retry_at = None
         route = self._routes.next(now)
         if route is None or self._closed:
@@ -293,7 +303,7 @@ class NodeFeed:
                 error = self._without_python(error)
             self.failure = error
             if wait_s == 0.0:
-                self._open(now)
+                self._reopen(now)
                 return
             self._failures = 1 if now - self._opened_at > self._timing.steady_s else self._failures + 1
             if error.kind == "limits":  # distrust everything that it has sent

@@ -13,6 +13,7 @@ import pytest
 from gpuboard.cluster.feed import NodeFeed
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.timing import TIMING
+from gpuboard.errors import ConfigError
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.state import Thresholds
@@ -47,8 +48,11 @@ class FakeConnector:
     def __init__(self) -> None:
         self.links: list[Link] = []
         self.hosts: list[str] = []
+        self.has_ssh = True
 
     def open(self, node: str, host: str, *, job: str | None, listener: Any, ended: Any, **rest: Any) -> Link:
+        if job is None and not self.has_ssh:
+            raise ConfigError("no ssh here")
         self.hosts.append(host)
         self.links.append(Link(f"agent {job or 'ssh'}", listener, ended))
         return self.links[-1]
@@ -239,6 +243,19 @@ def test_refused_ssh_falls_back_to_a_job_at_once_without_an_error(connector: Fak
     it.permit(ssh=False, jobs=[])
     assert it.facts.closed
     assert it.facts.error is None
+
+
+def test_a_transport_that_cannot_be_used_is_the_nodes_error_and_raised_to_who_opens_it(
+    connector: FakeConnector,
+) -> None:
+    it = feed(connector)
+    connector.has_ssh = False
+    with pytest.raises(ConfigError):
+        it.open()
+    it.permit(ssh=True, jobs=[])
+    assert (it.answered, it.facts.error, str(it.failure), connector.links) == (True, "no ssh here", "no ssh here", [])
+    it.permit(ssh=False, jobs=["7"])
+    assert (it.facts.error, connector.taken) == (None, ["agent 7"])
 
 
 def test_a_new_lease_restarts_the_time_that_a_gpu_is_unused(connector: FakeConnector) -> None:
