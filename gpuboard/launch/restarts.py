@@ -15,7 +15,7 @@ import msgspec
 from gpuboard.launch.plan import Device, LaunchPlan, next_attempt
 from gpuboard.launch.preflight.gpus import gpu_check, unread
 from gpuboard.launch.timing import HeadTiming
-from gpuboard.leases.rank_map import rank_map
+from gpuboard.leases.rank_map import LOOPBACK, rank_map
 from gpuboard.model.lease import LeaseGpu, gpus_text
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.request import ChosenGpu
@@ -122,8 +122,12 @@ def reassigned(
     ranks = [rank for rank in lease.ranks if (rank.node, rank.uuid) in chosen]
     ranks.sort(key=lambda rank: -counts[rank.node])  # the node with the most GPUs is the first
     gpus = [ChosenGpu(rank.node, rank.index, rank.uuid, rank.memory_fraction) for rank in ranks]
-    found = rank_map(current.lease, gpus, {node.name: node.address for node in lease.nodes}, current.job)
+    known = [*lease.nodes, *(current.nodes if len(current.nodes) > 1 else ())]  # a single node may have the loopback's
+    found = rank_map(current.lease, gpus, {node.name: node.address for node in known}, current.job)
     found = msgspec.structs.replace(found, master_port=current.master_port)
+    first = current.nodes[0]
+    if found.nodes[0].name == first.name and current.master_addr not in {first.address, LOOPBACK}:  # of the user
+        found = msgspec.structs.replace(found, master_addr=current.master_addr)
     why = dict.fromkeys("".join(faults[key]) for key in sorted(used - chosen))
     where = gpus_text([LeaseGpu(rank.node, rank.index, rank.uuid) for rank in found.ranks])
     count = (

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gpuboard.cluster.inventory.nodes import Node
@@ -129,6 +130,17 @@ def test_with_a_least_number_of_ranks_a_run_shrinks_and_grows_again() -> None:
         USED,
         "3 ranks in place of 1, on gpu01:0-1@gpu02:0",
     )
+
+
+def test_addresses_of_the_user_s_rank_map_stay() -> None:
+    nodes = [msgspec.structs.replace(node, address=f"10.9.0.{node.node_rank}") for node in USED.nodes]
+    used = msgspec.structs.replace(USED, master_addr="10.9.8.7", master_port=29500, nodes=nodes)
+    found, _ = reassigned(used, LEASE, reading(gpu01_1=BROKEN), "cuda", most=3, least=3)
+    assert (found.master_addr, found.master_port, found.nodes) == ("10.9.8.7", 29500, [
+        msgspec.structs.replace(nodes[0], cuda_visible_devices="0,2"), nodes[1]
+    ])  # fmt: skip
+    found, _ = reassigned(used, LEASE, reading(down=("gpu01",)), "cuda", most=3, least=3)
+    assert found.master_addr == "10.9.0.1", "another node is the first"
 
 
 @pytest.fixture
