@@ -4,7 +4,7 @@ fake = FakeSmi(folder)                         # folder/nvidia-smi; put the fold
 fake.says("v13-h100-590")                      # -q -x from now on; messages from a .err beside it
 fake.answers("csv-h100-580")                   # the queries; APPS from a .apps beside it
 fake.lacks("memory.reserved")                  # a field that this driver does not know
-fake.hangs(); fake.holds(); fake.calls()
+fake.hangs(); fake.holds(); fake.lingers(); fake.calls()
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ echo "$*" >> calls
 while [ -e hold ]; do sleep 0.02; done
 sleep "$(cat takes)"
 case $1 in
--q) cat messages >&2; cat listing; exit "$(cat code)" ;;
+-q) cat messages >&2; cat listing; exec >&- 2>&-
+    while [ -e linger ]; do sleep 0.02; done
+    exit "$(cat code)" ;;
 --query-gpu=*)
     for field in $(cat lacking); do
         case ,${{1#*=}}, in *,$field,*) echo "Field \\"$field\\" is not a valid field to query."; echo; exit 2 ;; esac
@@ -88,6 +90,13 @@ class FakeSmi:
             (self.folder / "hold").touch()
         else:
             (self.folder / "hold").unlink()
+
+    def lingers(self, yes: bool = True) -> None:
+        """Let every run close its output but not exit, from now on, until called with False."""
+        if yes:
+            (self.folder / "linger").touch()
+        else:
+            (self.folder / "linger").unlink()
 
     def calls(self) -> list[str]:
         """Return the arguments of every run so far."""

@@ -171,6 +171,7 @@ def test_one_that_hangs_is_killed_and_the_last_values_go_on_with_their_age(scrip
         agent.reading(when=lambda reading: reading.nvml_error is None and reading.gpus[0].delay_s < 5)
 
 
+@pytest.mark.slow
 def test_the_output_of_one_that_lingers_in_its_exit_is_used_and_no_second_one_started(
     script: Path, fake: FakeSmi
 ) -> None:

@@ -23,6 +23,7 @@ if MYPY:
 FOLDERS = ("/usr/bin", "/usr/local/bin", "/bin", "/opt/bin", "/usr/local/nvidia/bin", "/usr/lib/wsl/lib")
 RUN_S = 30.0  # deadline of a run; without the persistence daemon each GPU may take 1 s
 NVML_S = 600.0  # retry NVML after this long
+_LATE = "it did not end within %.0f s" % RUN_S
 _BEAT_S = 1.0  # how often the progress mark changes, by which the parent sees a wait from a hang
 _CHUNK = 65536
 
@@ -79,7 +80,8 @@ class _NvidiaSmi:
         self.fields = list(smi.FIELDS)  # those that this driver's nvidia-smi is not known to lack
         self.known: "Dict[str, int]" = {}  # UUID → index
         self.sent: "Tuple[Any, ...]" = ()
-        self.process: "Optional[subprocess.Popen[bytes]]" = None
+        self.process: "Optional[subprocess.Popen[bytes]]" = None  # the last run
+        self.until = 0.0  # its deadline
 
     def listing(self) -> smi.Listing:
         """Return the listing of one run. Raises Bad."""
@@ -114,6 +116,7 @@ class _NvidiaSmi:
 
     def run(self, *options: str) -> "Tuple[bytes, bytes]":
         """Return its standard output and error. Raises Bad when it cannot be started or does not end in time."""
+        self.wait(self.until)
         own = os.getpid()
         try:
             process = self.process = subprocess.Popen(
@@ -126,7 +129,7 @@ class _NvidiaSmi:
             )
         except OSError as error:
             raise smi.Bad("%s cannot be started: %s" % (self.path, error.strerror))
-        until = time.monotonic() + RUN_S
+        self.until = time.monotonic() + RUN_S
         assert process.stdout is not None
         assert process.stderr is not None
         read: "Dict[int, List[bytes]]" = {process.stdout.fileno(): [], process.stderr.fileno(): []}
@@ -140,20 +143,30 @@ class _NvidiaSmi:
                 size += len(data)
                 if not data:
                     waiting.remove(fd)
-            if waiting and (time.monotonic() > until or size > 2 * smi.LIMIT):
+            if waiting and (time.monotonic() > self.until or size > 2 * smi.LIMIT):
                 process.kill()
-                raise _Ended("it did not end within %.0f s" % RUN_S if size <= smi.LIMIT else "its output does not end")
+                raise _Ended(_LATE if size <= smi.LIMIT else "its output does not end")
         process.stdout.close()
         process.stderr.close()
-        process.wait()
+        self.reap()  # one that takes longer to exit is waited for before the next run: its output is complete
         out, err = (b"".join(parts) for parts in read.values())
         return out, err
 
-    def wait(self) -> None:
-        """Wait for the end of a killed run."""
-        while self.process is not None and self.process.poll() is None:
-            self.beat()
-            time.sleep(_BEAT_S)
+    def wait(self, until: float = float("inf")) -> None:
+        """Wait for the end of the last run; kill it at ``until`` and raise Bad."""
+        while not self.reap():
+            if time.monotonic() > until:
+                assert self.process is not None
+                self.process.kill()
+                raise _Ended(_LATE)
+
+    def reap(self) -> bool:
+        """Wait shortly for the end of the last run; return whether it has ended."""
+        self.beat()
+        try:
+            return self.process is None or self.process.wait(_BEAT_S) is not None
+        except subprocess.TimeoutExpired:
+            return False
 
 
 class _Ended(smi.Bad):
