@@ -44,7 +44,7 @@ def _stop(run: RunAccess, grace_s: float | None) -> int:
         print(f"run {view.id} has ended already: {view.state}")
         return 0
     print(f"run {view.id} is stopping", flush=True)
-    longest = (grace_s or 3600.0) + _MARGIN_S  # without --grace only the head knows the period
+    longest = (3600.0 if grace_s is None else grace_s) + _MARGIN_S  # without --grace only the head knows the period
     until = time.monotonic() + longest
     while time.monotonic() < until:
         view = persistently(run.view, report, until)
