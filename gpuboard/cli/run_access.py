@@ -52,9 +52,9 @@ def opened_run(context: Context, name: str, node: str | None, *, stored: bool = 
             found = [] if host is None else context.reach([host])
         if found:
             with _connected(found[0], context) as place:
-                yield SharedRun(RemoteRun(place, view.id), LocalRun(context.env, view))
+                yield SharedRun(RemoteRun(place, view.id), LocalRun(view))
             return
-    yield LocalRun(context.env, view)
+    yield LocalRun(view)
 
 
 def listed_runs(context: Context) -> tuple[list[RunView], dict[str, str]]:

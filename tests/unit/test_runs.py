@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from gpuboard.agent import proc
+from gpuboard.cli.use import stop
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
 from gpuboard.launch.runs import folder as run_folder
+from gpuboard.launch.runs.access import LocalRun
 from gpuboard.launch.runs.control import ControlRequest, ControlServer, ask
 from gpuboard.launch.runs.folder import HeadProcess, RankView, RunFolder, RunState, RunView, find_run, read_runs
 from gpuboard.launch.runs.index import Runbook
@@ -195,6 +199,36 @@ def test_the_control_socket_works_under_a_long_path(tmp_path: Path) -> None:
     assert not os.path.lexists(folder / "control.sock")
     with pytest.raises(GpuboardError, match="`gpuboard launch` did not respond"):
         ask(folder, ControlRequest("state"))
+
+
+def test_a_look_at_one_run_reads_its_state_alone(env: dict[str, str]) -> None:
+    """Neither another run whose state cannot be read nor the id in a copied state.json matters."""
+    path = RunFolder(env, "rabc").path
+    (path / "state.json").write_bytes(msgspec.json.encode(view("rcopied", run_folder.this_head())))
+    run = LocalRun(find_run(env, "rabc"))
+    os.mkfifo(RunFolder(env, "rother").path / "state.json")  # to read it would block
+    assert (run.view().id, run.view().folder) == ("rabc", str(path))
+    shutil.rmtree(path)
+    with pytest.raises(UsageError, match=f"run rabc: {path} was deleted"):
+        run.view()
+
+
+@pytest.mark.parametrize(("grace_s", "longest"), [(0.0, "15 s"), (5.0, "20 s"), (None, "3615 s")])
+def test_stop_waits_for_the_grace_and_a_margin(
+    grace_s: float | None, longest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Endless(LocalRun):
+        def view(self) -> RunView:
+            return view("rabc", run_folder.this_head())
+
+        def ask(self, request: ControlRequest, timeout_s: float = 5.0) -> object:
+            return {}
+
+    ticks = iter(range(0, 10_000, 10))
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=lambda _: None)
+    monkeypatch.setattr(stop, "time", clock)
+    with pytest.raises(GpuboardError, match=f"did not end within {longest};"):
+        stop._stop(Endless(view("rabc", run_folder.this_head())), grace_s)
 
 
 def test_ids_differ() -> None:

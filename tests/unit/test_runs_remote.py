@@ -77,7 +77,7 @@ def test_files_are_read_in_pieces_and_requests_reach_the_head(
 ) -> None:
     state = view("rabc", run_folder.this_head())
     folder = written(env, state)
-    run: RunAccess = RemoteRun(here, "rabc") if remote else LocalRun(env, read_runs(env)[0])
+    run: RunAccess = RemoteRun(here, "rabc") if remote else LocalRun(read_runs(env)[0])
     data = os.urandom(3 * 2**20) + b"end"
     (folder / "rank-0.out").write_bytes(data)
     (folder / "rank-1.out").write_bytes(b"x\xff")

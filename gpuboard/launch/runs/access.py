@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from gpuboard.errors import GpuboardError, NoNodeReached
+from gpuboard.errors import GpuboardError, NoNodeReached, UsageError
 from gpuboard.launch.runs import control
 from gpuboard.launch.runs import folder as run_folder
 from gpuboard.launch.runs.control import ControlRequest
@@ -53,14 +53,16 @@ class LocalRun:
 
     poll_s = 0.2
 
-    def __init__(self, env: Mapping[str, str], view: RunView) -> None:
-        self._env = env
+    def __init__(self, view: RunView) -> None:
         self._id = view.id
         self._folder = Path(view.folder)
 
     def view(self) -> RunView:
         """Return its current state. Raises UsageError when its folder was deleted."""
-        return run_folder.find_run(self._env, self._id)
+        view = run_folder.read_run(self._folder)
+        if view is None:
+            raise UsageError(f"run {self._id}: {self._folder} was deleted")
+        return view
 
     def sizes(self, names: Collection[str]) -> dict[str, int]:
         """See :meth:`RunAccess.sizes`."""

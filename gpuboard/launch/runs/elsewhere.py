@@ -130,7 +130,7 @@ class ClusterRunbook(Runbook):
     def access(self, entry: RunEntry) -> RunAccess | None:
         """Return a run for requests to its head; None where that is on a host that is none of the nodes."""
         if entry.read_s is None and not _in_doubt(entry):
-            return LocalRun(self._env, entry.view)
+            return LocalRun(entry.view)
         place = self._place_of(entry)
         return None if place is None else RemoteRun(place.runs, entry.view.id)
 

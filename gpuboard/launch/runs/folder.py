@@ -218,7 +218,7 @@ def prune(env: Mapping[str, str], max_age_s: float, max_size: int) -> None:
             with contextlib.suppress(OSError):
                 size = sum(file.stat(follow_symlinks=False).st_size for file in os.scandir(folder))
                 total += size
-                view = _read(folder)
+                view = read_run(folder)
                 readable = view is not None and not any(verdict.kind == "unreadable" for verdict in view.verdicts)
                 if view is not None and readable and view.state in FINAL:
                     ended.append(((folder / "state.json").stat().st_mtime, size, folder))
@@ -239,7 +239,7 @@ def read_runs(env: Mapping[str, str]) -> list[RunView]:
         folders = [entry for entry in runs_dir(env).iterdir() if entry.is_dir()]
     except OSError:
         return []
-    found = [_read(folder) for folder in folders]
+    found = [read_run(folder) for folder in folders]
     return sorted((view for view in found if view is not None), key=lambda view: (view.started, view.id))
 
 
@@ -266,7 +266,8 @@ def places(view: RunView) -> str:
     return f"{len(view.ranks)}: {words}" if view.ranks else "?"
 
 
-def _read(folder: Path) -> RunView | None:
+def read_run(folder: Path) -> RunView | None:
+    """Return the run of ``folder`` as ``read_runs`` does; None before its head first writes its state."""
     view = read_state(folder)
     return None if view is None else judged(view)
 
@@ -279,7 +280,7 @@ def read_state(folder: Path) -> RunView | None:
         return None  # the folder is new
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         return unreadable(folder, f"cannot read {folder / 'state.json'}: {error}")
-    return msgspec.structs.replace(view, folder=str(folder))
+    return msgspec.structs.replace(view, id=folder.name, folder=str(folder))
 
 
 def unreadable(folder: Path, text: str) -> RunView:
