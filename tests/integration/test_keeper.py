@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -314,6 +316,26 @@ def test_holder_that_ended_before_the_handover_is_refused(lab: Lab) -> None:
     dead.wait()
     with pytest.raises(keeper.KeeperError, match=rf"pid {dead.pid}, has ended"):
         lab.adopt("never1", holder=who)
+    assert lab.records() == set()
+
+
+def test_holder_that_ends_during_the_handover_is_named(lab: Lab) -> None:
+    sleeper = subprocess.Popen(["sleep", "300"])
+    with socket.create_server(("127.0.0.1", 0)) as hung, ThreadPoolExecutor() as pool:
+        config = lab.folder / "ssh_config"
+        config.write_text(f"Host hung\n HostName 127.0.0.1\n Port {hung.getsockname()[1]}\n")
+        node = keeper.KeptNode("hung", [UUIDS[0]], "hung", str(lab.claims), None)
+        settings = {"ssh_config": str(config)}
+        record = keeper.record("soon1", [node], settings, holder.identify(sleeper.pid), 60.0)
+        handed = pool.submit(keeper.hand_over, record, lab.env)
+        until(lambda: lab.records() == {"soon1"})
+        sleeper.kill()
+        sleeper.wait()
+        with pytest.raises(
+            keeper.KeeperError, match=f"refused the lease: the holder of lease soon1, pid {sleeper.pid}, has ended"
+        ):
+            handed.result()
+    keeper.forget("soon1", lab.env)
     assert lab.records() == set()
 
 

@@ -208,6 +208,12 @@ class KeptLease:
         if self.phase == "held":
             log(f"{self.id}: its holder has ended")
             self.phase = "orphaned"
+            if self.unconfirmed and self.command is not None and holder is not None:
+                self.command.reply(f"the holder of lease {self.id}, pid {holder.pid}, has ended")
+                self.command = None
+                self.unconfirmed.clear()
+                self._release()  # no process can carry it yet
+                return
         if self.phase == "orphaned" and not self.asked:
             self._look()
 
