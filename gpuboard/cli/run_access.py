@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gpuboard.cli.context import Context
 from gpuboard.errors import UsageError
 from gpuboard.launch.runs.access import LocalRun, RunAccess
-from gpuboard.launch.runs.folder import FINAL, RunView, alive, find_run, note, read_runs
+from gpuboard.launch.runs.folder import FINAL, RunView, alive, find_run, note, read_runs, without_head
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
@@ -71,6 +71,11 @@ def listed_runs(context: Context) -> tuple[list[RunView], dict[str, str]]:
     nodes = [node for node in context.scope().nodes if node.name in noted.values()]
     there, failed = runs_on(nodes, context.settings, context.new_scheduler())
     present = {view.id: view for view in there if view.id in noted}
+    answered = {node.name for node in nodes} - failed.keys()
+    for view in found:
+        if view.id in noted and view.node in answered and view.id not in present:
+            text = f"its folder on {clean(view.node)} does not exist any more; how the run ended is not known"
+            present[view.id] = without_head(view, text)
     for view in present.values():
         note(context.env, view)
     return [present.get(view.id, view) for view in found], failed

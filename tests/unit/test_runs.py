@@ -10,12 +10,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from gpuboard.agent import proc
+from gpuboard.cli.run_access import listed_runs
 from gpuboard.cli.use import stop
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.keeper import holder
 from gpuboard.launch.runs import folder as run_folder
@@ -229,6 +233,22 @@ def test_stop_waits_for_the_grace_and_a_margin(
     monkeypatch.setattr(stop, "time", clock)
     with pytest.raises(GpuboardError, match=f"did not end within {longest};"):
         stop._stop(Endless(view("rabc", run_folder.this_head())), grace_s)
+
+
+def test_a_detached_run_whose_folder_on_its_node_is_gone_has_ended(
+    env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = msgspec.structs.replace(view("rabc", HeadProcess("gpu07", "boot", 1, 1)), node="gpu07")
+    run_folder.note(env, noted)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "gpu07"))  # of the node's agent
+    scope = SimpleNamespace(nodes=[Node("gpu07", None)])
+    found: Any = SimpleNamespace(env=env, settings=Settings(), scope=lambda: scope, new_scheduler=lambda: None)
+    (listed,), failed = listed_runs(found)
+    assert (listed.state, listed.verdicts[-1].kind, failed) == ("failed", "head-died", {})
+    assert "its folder on gpu07 does not exist any more" in listed.verdicts[-1].text
+    assert [run.state for run in read_runs(env)] == ["failed"], "it is not asked for again"
+    run_folder.prune(env, -1.0, 0)
+    assert read_runs(env) == []
 
 
 def test_ids_differ() -> None:

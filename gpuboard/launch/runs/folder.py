@@ -298,10 +298,10 @@ def judged(view: RunView) -> RunView:
     return last if last is not None and last.state in FINAL else without_head(view)
 
 
-def without_head(view: RunView) -> RunView:
-    """Return a run whose head died before the run ended: ``failed``, with a verdict."""
+def without_head(view: RunView, text: str = "") -> RunView:
+    """Return a run whose head died before the run ended: ``failed``, with a verdict. ``text``: what is known of it."""
     where = f"pid {view.head.pid} on {view.head.host}"
-    text = f"`gpuboard launch` ({where}) died before the run ended; its ranks ended with it"
+    text = text or f"`gpuboard launch` ({where}) died before the run ended; its ranks ended with it"
     died = VerdictView("", "head-died", None, view.head.host, text, attempt=view.attempt)
     return msgspec.structs.replace(view, state="failed", verdicts=[*view.verdicts, died])
 
