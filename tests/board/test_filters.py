@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from ClusterShell.NodeSet import set_std_group_resolver
+from ClusterShell.NodeUtils import GroupResolverConfig
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
@@ -75,6 +77,32 @@ async def test_an_invalid_filter_shows_which_one_is_in_force(tmp_path: Path, siz
         await pilot.press("0", "G")
         await settle(pilot, lambda: "in force" not in screen(app))
         assert top(app).query_in_force.text == "user:alice mem>40G"
+
+
+async def test_the_board_goes_on_while_a_group_is_looked_up(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    (tmp_path / "groups.conf").write_text(
+        f"[Main]\ndefault: slow\n[slow]\nmap: while [ ! -e {there} ]; do sleep 0.02; done; echo gpu01\n"
+    )
+    set_std_group_resolver(GroupResolverConfig(str(tmp_path / "groups.conf")))
+    try:
+        async with still(tmp_path, LAB) as (app, pilot):
+            await pilot.press("slash", *"alice node:@lab")
+            await settle(
+                pilot, lambda: "looking up groups" in screen(app) and "in force: alice node:" not in screen(app)
+            )
+            assert top(app).query_in_force.text == "alice"
+            there.touch()
+            await settle(pilot, lambda: top(app).query_in_force.text == "alice node:@lab" and "1 GPU m" in screen(app))
+            there.unlink()
+            await pilot.press(*"2", "ctrl+u", *"gpu02")
+            assert top(app).query_in_force.text == "gpu02"
+            there.touch()
+            await settle(pilot, lambda: not top(app).field._lookups.busy)
+            assert top(app).query_in_force.text == "gpu02"
+    finally:
+        there.touch()
+        set_std_group_resolver(None)
 
 
 LISTS = {  # what is typed, what it is completed to, and which of two rows is left

@@ -165,6 +165,14 @@ def is_nodeset(value: str) -> bool:
     return "@" in value or "[" in value
 
 
+def names_groups(text: str) -> bool:
+    """Return whether nodesets in a query may name ClusterShell's groups: parsing it can run commands of the site.
+
+    A pattern beside a bracket is compared with the group of all nodes.
+    """
+    return "@" in text or ("[" in text and ("*" in text or "?" in text))
+
+
 def maybe_not(predicate: Callable[P, bool], negative: bool) -> Callable[P, bool]:
     return (lambda *row, **named: not predicate(*row, **named)) if negative else predicate
 

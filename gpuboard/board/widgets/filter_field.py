@@ -13,13 +13,15 @@ from textual.message import Message
 from textual.suggester import Suggester
 from textual.widgets import Input
 
+from gpuboard.board.background import Background
 from gpuboard.board.filter.completion import Completion, complete
-from gpuboard.board.filter.language import Key, Language, Query, QueryError
+from gpuboard.board.filter.language import Key, Language, Query, QueryError, names_groups
 from gpuboard.board.text.cells import fit, width
 from gpuboard.board.text.lines import wrapped
 from gpuboard.board.widgets.pane import Lines, Runs
 
 Values = Callable[[Key[Any]], Iterable[str]]  # a key's values in the rows
+_NOTE_S = 0.2  # a look-up is shown after this long: groups known to ClusterShell take less
 
 
 class FilterInput(Input):
@@ -70,6 +72,14 @@ class _Suggester(Suggester):
         return self._field.suggestion
 
 
+def _parse(language: Language[Any], text: str) -> tuple[Query[Any], str]:
+    """Return the query of a text, or of its valid part with the error."""
+    try:
+        return language.parse(text), ""
+    except QueryError as error:
+        return language.valid_part(text, error), error.words
+
+
 class FilterField(Vertical):
     """A filter in ``language``. Closed, it takes no room and its filter is empty."""
 
@@ -91,7 +101,8 @@ class FilterField(Vertical):
         self._values = values
         self._hint = hint
         self._known: tuple[Key[Any], tuple[str, ...]] | None = None  # of the key that was completed last
-        self._error = ""  # of the text
+        self._error = ""  # why the text is not in force
+        self._lookups: Background[tuple[Query[Any], str]] = Background(self)
         self.query_in_force: Query[Any] = language.parse("")
 
     def compose(self) -> ComposeResult:
@@ -162,13 +173,29 @@ class FilterField(Vertical):
 
     @on(Input.Changed)
     def _typed(self) -> None:
-        """Filter while the user types; for an invalid text show why, and which part of it is in force."""
-        text, self._error = self.input.value, ""
-        try:
-            self.query_in_force = self._language.parse(text)
-        except QueryError as error:
-            self._error = error.words
-            self.query_in_force = self._language.valid_part(text, error)
+        """Filter while the user types; for an invalid text show why, and which part of it is in force.
+
+        While groups of nodes are looked up, the filter before stays in force: that may take seconds.
+        """
+        text = self.input.value
+        if not names_groups(text):
+            self._parsed(*_parse(self._language, text))
+            return
+        self._error = "looking up groups of nodes"
+        self.set_timer(_NOTE_S, self._draw)
+
+        def found(result: tuple[Query[Any], str]) -> None:
+            if not self.is_attached:
+                return
+            if text == self.input.value:
+                self._parsed(*result)
+            elif names_groups(self.input.value):
+                self._typed()
+
+        self._lookups.ask(lambda: _parse(self._language, text), found)
+
+    def _parsed(self, query: Query[Any], error: str) -> None:
+        self.query_in_force, self._error = query, error
         self._draw()
         self._changed()
 
