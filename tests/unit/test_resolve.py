@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import os
+import pwd
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from asyncssh.config import SSHClientConfig
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.command import run
 from gpuboard.transport.ssh.asyncssh_config import HostConfig
-from gpuboard.transport.ssh.resolve import Resolver, jump_chain, split
+from gpuboard.transport.ssh.paramiko_login import OwnConfig
+from gpuboard.transport.ssh.resolve import Resolver, jump_chain, local_user, split
 from tests.calls import calls_of
 from tests.waiting import alive, until
 
@@ -200,6 +203,44 @@ def test_a_command_that_hangs_is_killed_on_close(hanging: Path) -> None:
         resolver.close()
         until(lambda: gone(hanging), "the command has ended")
         assert isinstance(query.exception(60), TransportError)
+
+
+@pytest.fixture
+def no_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the test with a uid that has no passwd entry."""
+    for name in ("LOGNAME", "USER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    local_user.cache_clear()
+    yield
+    local_user.cache_clear()
+
+
+@pytest.mark.parametrize("config", ["Port 99\n", "Match all\n"])  # asyncssh reads the first one itself
+def test_the_default_user_is_that_of_the_uid(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER"):
+        monkeypatch.setenv(name, "mallory")
+    (tmp_path / "config").write_text(config)
+    here = pwd.getpwuid(os.getuid()).pw_name
+    host = HostConfig(str(tmp_path / "config"), ["/none"]).host("gpu01")
+    assert (host.user, host.options["username"]) == (here, here)
+    assert Resolver(str(tmp_path / "config")).get("gpu01").expand("%u %r") == f"{here} {here}"
+    assert OwnConfig(str(tmp_path / "config")).get("gpu01").user == here
+
+
+@pytest.mark.usefixtures("no_name")
+def test_a_uid_without_a_name_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Port 99\n")
+    for find in (HostConfig(str(tmp_path / "config"), []).host, OwnConfig(str(tmp_path / "config")).get):
+        with pytest.raises(TransportError, match="uid 54321 has no user name on this machine; add one to"):
+            find("gpu01")
+
+
+@pytest.mark.usefixtures("no_name")
+def test_a_uid_without_a_name_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "alice")
+    (tmp_path / "config").write_text("Port 99\n")
+    assert HostConfig(str(tmp_path / "config"), []).host("gpu01").user == "alice"
 
 
 def test_a_cycle_of_jump_hosts_is_reported() -> None:

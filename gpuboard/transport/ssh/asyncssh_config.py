@@ -6,7 +6,6 @@ takes 8 ms a host, and a login through asyncssh 3 to 5 ms.
 
 from __future__ import annotations
 
-import getpass
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,23 +95,22 @@ class HostConfig:
 
     def _read(self, spec: str, resolved: resolve.Resolved | None) -> SshHost:
         username, name, port = resolve.split(spec)
+        local_user = resolve.local_user()
         files = self._files
         try:
             config = SSHClientConfig.load(
-                None, files, False, False, False, getpass.getuser(), username or (), name, port or ()
+                None, files, False, False, False, local_user, username or (), name, port or ()
             )
         except ValueError:
             if resolved is None:
                 raise
-            config = SSHClientConfig.load(None, [], False, False, False, getpass.getuser(), (), name, ())
+            config = SSHClientConfig.load(None, [], False, False, False, local_user, (), name, ())
         options: dict[str, Any] = {}
         if config.get("Ciphers") is None:
             options["encryption_algs"] = f"^{_CIPHER}"
-        if username:
-            options["username"] = username
+        options["username"] = user = str(config.get("User") or local_user)
         if port:
             options["port"] = port
-        user = str(config.get("User") or getpass.getuser())
         alive = (config.get("ServerAliveInterval"), config.get("ServerAliveCountMax"))
         keys = _texts(config.get("IdentityFile"))
         jumps = resolve.parse_jumps(_text(config.get("ProxyJump")))

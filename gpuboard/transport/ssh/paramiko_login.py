@@ -7,7 +7,6 @@ its errors do not show whether a server asks for a password.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import socket
 import subprocess
@@ -144,6 +143,7 @@ class OwnConfig:
     def get(self, spec: str) -> resolve.Resolved:
         """Return a host's configuration. Raises TransportError for a file that has an Include or cannot be read."""
         user, name, port = resolve.split(spec)
+        local_user = resolve.local_user()
         config = paramiko.SSHConfig()
         for file in self._files:
             try:
@@ -166,7 +166,7 @@ class OwnConfig:
             if key in values:
                 values[key] = values[key][0].split()
         values.setdefault("identityfile", [f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ed25519")])
-        values["user"] = [user or values.get("user", [getpass.getuser()])[0]]
+        values["user"] = [user or values.get("user", [local_user])[0]]
         values["port"] = [str(port) if port else values.get("port", ["22"])[0]]
         return resolve.Resolved(spec, values)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import functools
-import getpass
 import json
 import os
+import pwd
 import re
 import shlex
 import shutil
@@ -60,7 +60,7 @@ class Resolved:
         self.values = values
         self.spec_user, self.name, self.spec_port = split(spec)
         self.hostname = _first(values, "hostname") or self.name
-        self.user = _first(values, "user") or _login()
+        self.user = _first(values, "user") or local_user()
         self.port = self.count("port") or 22
         self.jumps = parse_jumps(_first(values, "proxyjump"))
 
@@ -113,7 +113,7 @@ class Resolved:
         here = os.uname().nodename
         tokens = {
             "%": "%", "d": os.path.expanduser("~"), "h": self.hostname, "i": str(os.getuid()), "l": here,
-            "L": here.partition(".")[0], "n": self.name, "p": str(self.port), "r": self.user, "u": _login(),
+            "L": here.partition(".")[0], "n": self.name, "p": str(self.port), "r": self.user, "u": local_user(),
         }  # fmt: skip
         tokens["k"] = _first(self.values, "hostkeyalias") or self.name
         return re.sub("%(.)", lambda found: tokens.get(found[1], found[0]), text)
@@ -187,7 +187,7 @@ class Resolver:
         if self._checked_at and now - self._checked_at < self._check_s:
             return
         self._checked_at = now
-        seen: list[object] = [self.flags, _login(), os.uname().nodename, _stamp(_ssh())]
+        seen: list[object] = [self.flags, local_user(), os.uname().nodename, _stamp(_ssh())]
         self._cacheable = self._plain = True
         for number, file in enumerate(self.files):
             for path, text in _read(file, include_folder(file)):
@@ -228,6 +228,8 @@ class Resolver:
         if not ran.ended:
             words = f"`ssh -G {clean(spec, 64)}` did not respond within {self._timeout_s:.0f} s"
             raise TransportError("resolve", words, "does a `Match exec` of your ssh_config hang?")
+        if "No user exists for uid" in ran.err:
+            raise _no_user()
         if ran.code:
             lines = [clean(line) for line in ran.err.splitlines() if line.strip()]
             reason = next((line for line in lines if "terminating" not in line and "Pseudo-term" not in line), "")
@@ -347,8 +349,21 @@ def _stamp(path: str) -> Sequence[int]:
 
 
 @functools.cache
-def _login() -> str:
-    return getpass.getuser()
+def local_user() -> str:
+    """Return the name of this process's uid, as ssh does; $LOGNAME or $USER for a uid without one (in a container).
+
+    Raises TransportError where those are not set either.
+    """
+    with suppress(KeyError):
+        return pwd.getpwuid(os.getuid()).pw_name
+    if name := os.environ.get("LOGNAME") or os.environ.get("USER"):
+        return name
+    raise _no_user()
+
+
+def _no_user() -> TransportError:
+    words = f"ssh: uid {os.getuid()} has no user name on this machine"
+    return TransportError("resolve", words, "add one to /etc/passwd")
 
 
 def _ssh() -> str:
