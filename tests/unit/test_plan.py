@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gpuboard.cli.context import Context
 from gpuboard.cli.options import Parser, add_common
 from gpuboard.cli.use import launch
 from gpuboard.errors import UsageError
@@ -94,6 +95,25 @@ def test_arguments_of_the_target_are_passed_unchanged(line: str, n: int | None, 
     add_common(parser)
     args = parser.read(line.split())
     assert (args.n, parse_target(args.target), args.device) == (n, target, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("line", "lease", "message"),
+    [
+        ("--lease k3 --gpus gpu02:0 train.py", "", "--gpus cannot be combined with --lease"),
+        ("--lease k3 --topology any train.py", "m4", "--topology cannot be combined with --lease"),
+        ("--n 4 --per-node 2 --model A100 x.py", "k3", "--per-node, --model cannot be combined with GPUBOARD_LEASE=k3"),
+        ("--rank-map map.json --exclude gpu01 train.py", "", "--exclude cannot be combined with --rank-map"),
+    ],
+)  # fmt: skip
+def test_options_that_select_gpus_are_not_ignored_where_the_gpus_are_given(line: str, lease: str, message: str) -> None:
+    parser = Parser("gpuboard launch", launch.HELP)
+    launch.add_arguments(parser)
+    add_common(parser)
+    args = parser.read(line.split())
+    context = Context([], {"GPUBOARD_LEASE": lease})
+    with pytest.raises(UsageError, match=message), launch._rank_map(args, context, None):
+        pass
 
 
 @pytest.mark.parametrize("line", ["--n 2 -1 train.py", "- --n 2 train.py"])

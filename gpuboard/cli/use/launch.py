@@ -47,7 +47,8 @@ gpuboard come first.
 
 GPUs come from the first of these that is given: --rank-map; --lease; --gpus;
 the lease of this shell (GPUBOARD_LEASE; --n takes N of its GPUs); --n; all GPUs
-of the Slurm job in which launch runs.
+of the Slurm job in which launch runs. Options that select GPUs (--per-node,
+--model, --exclude, ...) are for GPUs that launch reserves, not for a lease.
 
 examples:
   gpuboard launch --n 4 train.py --lr 3e-4
@@ -296,6 +297,7 @@ def _rank_map(
     if args.rank_map:
         if requested or args.lease:
             raise UsageError("--rank-map cannot be combined with --n, --gpus or --lease")
+        _check_unselected(args, "--rank-map")
         yield read_rank_map(Path(args.rank_map)), args.rank_map
     elif args.lease or (shell_lease and not args.gpus):
         yield _of_lease(args, context)
@@ -311,6 +313,7 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
     from gpuboard.launch.rank_map_source import read_rank_map
 
     lease = args.lease or context.env["GPUBOARD_LEASE"]
+    _check_unselected(args, "--lease" if args.lease else f"GPUBOARD_LEASE={lease}; unset it to reserve other GPUs")
     where = f"lease {lease}" if args.lease else f"GPUBOARD_LEASE={lease}"
     file = context.env.get("GPUBOARD_RANK_MAP")
     if not args.lease and args.n is None and file and Path(file).is_file():
@@ -400,6 +403,23 @@ def _check_skipped(names: Sequence[str]) -> None:
         if name not in SKIPPABLE:
             why = "no rank can run without it" if name in REQUIRED else "no such check"
             raise UsageError(f"--skip {quoted(name)}: {why}; checks to skip: {', '.join(SKIPPABLE)}")
+
+
+def _check_unselected(args: argparse.Namespace, source: str) -> None:
+    """Raise UsageError for options that select GPUs to be reserved, where ``source`` has them."""
+    options = {
+        "--gpus": args.gpus,
+        "--per-node": args.per_node,
+        "--max-nodes": args.max_nodes,
+        "--model": args.model,
+        "--gpu-mem": args.gpu_mem,
+        "--topology": args.topology != "best",
+        "--allow-sick": args.allow_sick,
+        "--exclude": args.exclude,
+    }
+    given = [option for option, value in options.items() if value]
+    if given:
+        raise UsageError(f"{', '.join(given)} cannot be combined with {source}")
 
 
 def _command_line(text: str) -> list[str]:
