@@ -15,11 +15,11 @@ from textual.widgets import Input
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.base import Tick
 from gpuboard.board.screens.cluster import ClusterScreen
-from gpuboard.board.screens.watches import Watch, WatchDialog, WatchesScreen, holds
+from gpuboard.board.screens.watches import Watch, WatchDialog, WatchesScreen, holds, open_watch
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.keeper.client import Handover
 from gpuboard.launch.runs.folder import RunFolder, RunView, this_head
-from gpuboard.model.request import Request
+from gpuboard.model.request import Choice, Request
 from tests.board import lab, made, other
 from tests.board.pty_lab import Terminal
 from tests.nvml import Gpu, library, write_script
@@ -198,6 +198,16 @@ async def test_watches_are_listed_and_removed(core: Core) -> None:
         await lab.settle(pilot, lambda: [watch.condition for watch in app.watches.all] == ["5 free GPUs"])
         await pilot.press("w")
         await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
+
+
+async def test_what_a_job_would_wait_for_is_not_available(tmp_path: Path) -> None:
+    gpus = [made.gpu("gpu01", 0, "allocated", reason="job 12 of bob"), made.gpu("gpu01", 1)]
+    async with made.still(tmp_path, made.scene(made.node("gpu01", gpus, source="slurm"))) as (app, pilot):
+        app.core.operations.plan = lambda request, snapshot=None: Choice((), "the job waits")  # type: ignore[method-assign]
+        open_watch(app)
+        await lab.settle(pilot, lambda: lab.shown(app, "Available now: gpu01 GPU 1"))
+        await fill(pilot, what="2")
+        await lab.settle(pilot, lambda: lab.shown(app, "Will wait: "))
 
 
 def test_what_was_not_read_has_not_ended() -> None:

@@ -14,6 +14,7 @@ from gpuboard.model.request import Choice, Refusal, Request
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
     from gpuboard.board.theme.styles import Look
+    from gpuboard.model.snapshot import Snapshot
 
 Answer = Choice | Refusal | str  # str: what is wrong with the request itself
 
@@ -21,9 +22,16 @@ Answer = Choice | Refusal | str  # str: what is wrong with the request itself
 class Planner:
     """Asks the policy beside the UI. ``answered`` gets each answer with its request, in the UI's thread."""
 
-    def __init__(self, board: BoardApp, answered: Callable[[Request, Answer], None]) -> None:
+    def __init__(
+        self,
+        board: BoardApp,
+        answered: Callable[[Request, Answer], None],
+        plan: Callable[[Request, Snapshot], Choice | Refusal] | None = None,
+    ) -> None:
+        """``plan``: answers in place of the ledger."""
         self._board = board
         self._answered = answered
+        self._plan = plan or board.core.operations.plan
         self._newest: Request | None = None
         self._background: Background[Answer] = Background(board, rest=REST)
 
@@ -34,7 +42,7 @@ class Planner:
         if request is None or (scene := board.scene) is None:
             return
         self._background.ask(
-            lambda: board.core.operations.plan(request, scene.snapshot),
+            lambda: self._plan(request, scene.snapshot),
             lambda answer: self._answered(request, answer),
             lambda error: self._answered(request, plain(str(error))),
             again=lambda: self.look(self._newest),

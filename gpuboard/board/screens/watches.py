@@ -198,7 +198,7 @@ class WatchDialog(Dialog[Watch]):
             ],
             verb="Watch",
         )
-        self._planner = Planner(self.board, self._answered)
+        self._planner = Planner(self.board, self._answered, choose)  # as the watch: Slurm accepts jobs that wait
 
     def on_mount(self) -> None:
         """Read which runs are live."""
