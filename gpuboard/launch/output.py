@@ -11,6 +11,7 @@ import select
 import shutil
 import threading
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -210,10 +211,10 @@ class Screen:
         if self.backlog:
             return
         self._erase()
-        line = _CONTROLS.sub("", line)
-        width = shutil.get_terminal_size().columns - 1
-        if len(_SGR.sub("", line)) > width:
-            line = _SGR.sub("", line)[:width]
+        line = _CONTROLS.sub("", line).expandtabs()
+        plain = _SGR.sub("", line)
+        fitting = _fitting(plain, shutil.get_terminal_size().columns - 1)
+        line = line if fitting == plain else fitting
         self._live = (stream, line)
         self._drawn_at = self._clock()
         self._put(stream, line + ("\x1b[0m" if "\x1b" in line else ""))
@@ -225,6 +226,15 @@ class Screen:
 
     def _put(self, stream: Stream, text: str) -> None:
         self._writers[stream].write(self._streams[stream], text)
+
+
+def _fitting(text: str, width: int) -> str:
+    """Return the start of ``text`` that fits into ``width`` cells; a wide character (CJK, emoji) takes two."""
+    for at, character in enumerate(text):
+        width -= 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if width < 0:
+            return text[:at]
+    return text
 
 
 class Logs:

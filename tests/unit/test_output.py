@@ -112,6 +112,25 @@ def test_on_a_terminal_a_progress_bar_stays_below_the_lines(tmp_path: Path) -> N
     assert out.getvalue() == "[rank 0 gpu01:0] 50%\r\x1b[K[rank 1 gpu01:1] \x1b[31mline\x1b[0m\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "drawn"),
+    [
+        ("訓練" * 15, "訓練" * 9 + "訓"),
+        ("a\tb\t" + "c" * 30, "a       b       " + "c" * 23),
+        ("\x1b[31m訓練", "\x1b[31m訓練\x1b[0m"),
+    ],
+    ids=["wide", "tabs", "colour"],
+)
+def test_an_unfinished_line_fits_into_the_terminal(line: str, drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapped line could not be erased."""
+    monkeypatch.setenv("COLUMNS", "40")
+    out = Terminal()
+    screen = Screen(out, out)
+    screen.live("out", line)
+    assert _written(screen, out) == drawn
+    screen.close()
+
+
 def _written(screen: Screen, stream: io.StringIO) -> str:
     """Return all output, once the queue is empty."""
     while screen.backlog:
