@@ -81,6 +81,7 @@ class NodeFeed:
         self._known_as = ""  # its name in the scheduler, for routes through jobs
         self._number = 0  # of the current link: messages of earlier ones are dropped
         self._replace_known = False  # the next list may be confined to a job: GPUs that it lacks are not lost
+        self._rebooted = False  # since the list before: other GPUs may be in its slots
         self._no_python: TransportError | None = None
         self._closed = False
         self._opened_at = 0.0
@@ -236,13 +237,15 @@ class NodeFeed:
             if isinstance(message, Static):
                 known = {gpu.uuid: gpu for gpu in map(inert_static, message.gpus)}
                 if not self._replace_known:
-                    known = _without_replaced(self.facts.known, known) | known
-                self._replace_known = False
+                    before = self.facts.known
+                    known = (_without_replaced(before, known) if self._rebooted else before) | known
+                self._replace_known = self._rebooted = False
                 self.facts = msgspec.structs.replace(self.facts, static=message, known=known)
                 listed = len(known)
             elif isinstance(message, Hello):
                 if self.facts.hello is not None and self.facts.hello.boot_id != message.boot_id:
                     self._widths, self._widest = [], {}  # cards may have moved to other slots
+                    self._rebooted = True
                 self.facts = msgspec.structs.replace(self.facts, hello=message)
                 self._replace_known = message.job is not None
                 self._hello_at = time.monotonic()

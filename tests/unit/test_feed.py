@@ -118,7 +118,8 @@ def test_the_last_reading_of_a_node_without_a_route_counts_until_its_claims_may_
     it.check(it.facts.arrived + TIMING.closed_s)
     assert it.facts.reading == reading()
     it.check(it.facts.arrived + TIMING.closed_s + 1)
-    assert (it.facts.reading, it.facts.known.keys(), it.facts.closed) == (None, {"GPU-a"}, True)
+    facts = it.facts
+    assert (facts.reading, set(facts.known), facts.closed) == (None, {"GPU-a"}, True)
 
 
 def test_steps_use_the_schedulers_name_of_a_node_and_ssh_uses_ours(connector: FakeConnector) -> None:
@@ -157,17 +158,19 @@ def test_gpus_outside_a_job_are_not_lost_and_one_that_left_the_job_is(connector:
     assert it.facts.known.keys() == {"GPU-b", "GPU-c"}
 
 
-def test_a_gpu_is_lost_until_another_has_its_slot(connector: FakeConnector) -> None:
+def test_a_gpu_is_lost_until_a_boot_with_another_one_in_its_slot(connector: FakeConnector) -> None:
+    def rebooted(boot_id: str, *gpus: GpuStatic) -> set[str]:
+        connector.links[0].sends(msgspec.structs.replace(HELLO, boot_id=boot_id), Static(gpus=list(gpus)))
+        return set(it.facts.known)
+
     it = feed(connector)
     it.open()
-    both = [*STATIC.gpus, GpuStatic(1, "GPU-b", "H100", "0:2:0")]
-    connector.links[0].sends(HELLO, Static(gpus=both))
-    connector.links[0].sends(Static(gpus=both[:1]))
-    assert it.facts.known.keys() == {"GPU-a", "GPU-b"}
-    connector.links[0].sends(Static(gpus=[both[0], GpuStatic(1, "GPU-c", "H100", "0:2:0")]))
-    assert it.facts.known.keys() == {"GPU-a", "GPU-c"}
-    connector.links[0].sends(Static(gpus=[GpuStatic(0, "GPU-d", "GB10", "")]), Static(gpus=[]))
-    assert it.facts.known.keys() == {"GPU-a", "GPU-c", "GPU-d"}  # where the slot is unknown
+    a, b = STATIC.gpus[0], GpuStatic(1, "GPU-b", "H100", "0:2:0")
+    rebooted("1", a, b)
+    assert rebooted("2", a) == {"GPU-a", "GPU-b"}
+    assert rebooted("3", a, GpuStatic(1, "GPU-c", "H100", "0:2:0")) == {"GPU-a", "GPU-c"}
+    assert rebooted("4", GpuStatic(0, "GPU-d", "GB10", "")) == {"GPU-a", "GPU-c", "GPU-d"}  # its slot is unknown
+    assert rebooted("5") == {"GPU-a", "GPU-c", "GPU-d"}
 
 
 def test_a_link_that_becomes_narrower_is_noticed_and_remembered_over_connections(connector: FakeConnector) -> None:
