@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from gpuboard.errors import GpuboardError, Interrupted
 from gpuboard.leases.composite import CompositeLedger, open_ledger
 from gpuboard.leases.ledger import Scope
@@ -141,10 +143,15 @@ class Operations:
         made.stack.close()
         return made.notes
 
-    def release(self, lease: str) -> Released:
-        """End a lease at once. Raises NoSuchLease when it has ended or is another user's (root may end any)."""
+    def release(self, lease: str, theirs: Lease | None = None) -> Released:
+        """End a lease of the caller at once. Raises NoSuchLease when it has ended.
+
+        ``theirs``: another user's lease, for root. Leases of other owners with this id stay, except on the same nodes.
+        """
+        if theirs is not None:
+            theirs = msgspec.structs.replace(theirs, nodes=sorted({gpu.node for gpu in theirs.gpus}))
         with self._ledger() as ledger:
-            for found in _found(ledger, lease):
+            for found in [theirs] if theirs is not None else _found(ledger, lease):
                 released = ledger.release(found)
                 if released.failed:
                     raise GpuboardError(f"{lease}: {'; '.join(released.failed.values())}")

@@ -25,6 +25,7 @@ from gpuboard.errors import NoSuchLease
 from gpuboard.model.lease import LeaseGpu, LeaseHolder
 from gpuboard.model.request import Request
 from gpuboard.model.units import iso
+from tests.agent import Agent
 from tests.board import lab, made, other
 from tests.board.test_runs import keep, view
 
@@ -261,12 +262,15 @@ async def test_root_may_end_other_users_leases(tmp_path: Path) -> None:
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))
     core = lab.make_core(tmp_path, nodes)
     async with lab.board(core, (80, 24)) as (app, pilot):
-        with other.somebody(tmp_path, nodes[0]) as agent:
+        own = Agent(None, node="sim02", simulate=nodes[1].simulate, claims_dir=str(tmp_path / "claims"))
+        with other.somebody(tmp_path, nodes[0]) as agent, own:
             assert app.scene is not None
+            other.take(own, "abcdef", [app.scene.nodes["sim02"].gpus[0].uuid])  # the same id
             other.take(agent, "abcdef", [app.scene.nodes["sim01"].gpus[0].uuid])
-            await pilot.press("l")
+            await pilot.press("l", "slash", *"nobody", "enter")
             await lab.settle(pilot, lambda: grid(app) == "abcdef nobody")
             await pilot.press("d")
             await lab.settle(pilot, lambda: "Its owner is nobody; as root you may release it." in lab.screen(app))
             await pilot.press("y")
-            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
+            await lab.settle(pilot, lambda: lab.told(app, "Released: abcdef: sim01:0"))
+            assert lab.claims(tmp_path) == ["abcdef: sim02-0"]

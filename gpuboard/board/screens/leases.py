@@ -271,7 +271,7 @@ class LeasesScreen(FilteredScreen):
             board.notify(words, title=f"Released: {lease.id}", severity=severity, markup=False)
 
         def release(_: bool = True) -> None:
-            board.ask(lambda: board.core.operations.release(lease.id), done)
+            board.ask(lambda: board.core.operations.release(lease.id, None if one.mine else lease), done)
 
         def read(users: dict[str, RunView]) -> None:
             run = users.get(lease.id) if one.mine else None
