@@ -35,6 +35,7 @@ from gpuboard.transport.spawn import SLURM_SETUP, import_path, readable
 
 __all__ = [
     "Handover",
+    "HeartbeatFailed",
     "KeeperError",
     "KeptJob",
     "KeptNode",
@@ -63,6 +64,14 @@ _BOOT = (
     "import os, sys; os.closerange(3, 65536); os.fork() and os._exit(0); sys.path += {path!r}; "
     "from gpuboard.keeper.daemon.main import main; main()"
 )
+
+
+class HeartbeatFailed(KeeperError):
+    """The keeper could not send the first heartbeat to ``node``."""
+
+    def __init__(self, node: str, words: str) -> None:
+        super().__init__(words)
+        self.node = node
 
 
 class Started:
@@ -191,7 +200,8 @@ def hand_over(
 ) -> Handover:
     """Hand ``lease`` to the keeper; return after its first heartbeat on every claim.
 
-    Raises KeeperError when the keeper does not start, does not answer or refuses; the caller then releases the claims.
+    Raises KeeperError when the keeper does not start, does not answer or refuses, HeartbeatFailed when a node is the
+    reason; the caller then releases the claims.
     """
     timeout_s = timing.adopt_remote_s if any(node.host is not None for node in lease.nodes) else timing.adopt_s
     message = {"op": "adopt", "record": lease.plain(), "login": login_of(env)}
@@ -209,7 +219,8 @@ def hand_over(
                 f"the keeper ended {RESTARTS + 1} times before it accepted the lease; its log: {at.folder}/log"
             )
         if "error" in answer:
-            raise KeeperError(f"the keeper refused the lease: {answer['error']}")
+            words = f"the keeper refused the lease: {answer['error']}"
+            raise HeartbeatFailed(answer["node"], words) if answer.get("node") else KeeperError(words)
     except BaseException:
         at.close()
         raise

@@ -129,6 +129,23 @@ def test_a_hung_node_delays_only_requests_that_need_it_and_is_named(small: Clust
     assert gpuboard(small, *asked, "--n", "20", user="alice").returncode == 3
 
 
+def test_a_node_that_the_keeper_does_not_reach_is_replaced_or_named(small: Cluster) -> None:
+    """The keeper's environment lacks GPUBOARD_PORT, by which the command finds the port of gpu03."""
+    config = small.home("alice") / ".ssh" / "config"
+    config.write_text(config.read_text() + 'Match host gpu03 exec "test -z $GPUBOARD_PORT"\n  Port 1\n')
+    reach = {"GPUBOARD_PORT": "22"}
+    asked = ["gpuboard", "allocate", "--n", "2", "--format", "json", "--detach", "--for", "10m", "--nodes"]
+    why = "the keeper refused the lease: gpu03: ssh: connection refused"
+    done = small["login1"].run([*asked, SCOPE], env=reach)
+    got = json.loads(done.stdout)
+    assert {gpu["node"] for gpu in got["lease"]["gpus"]} == {"gpu02"}  # gpu03 is the first choice
+    assert got["why"].endswith(f"; before: {why}")
+    done = small["login1"].run([*asked, "gpu03"], env=reach)
+    assert done.returncode == 4
+    assert f"cannot be reserved: gpu03 ({why})" in json.loads(done.stdout)["error"]["message"]
+    assert not list(small["gpu03"].path("/var/tmp").glob("gpuboard.GPU-*"))
+
+
 def test_nodes_whose_nvml_starts_slowly_are_waited_for_where_they_are_needed(small: Cluster) -> None:
     """The first reading waits 3.5 s for NVML; without persistence mode a start can take longer."""
     for name, count in (("gpu01", 5), ("gpu02", 3)):

@@ -20,10 +20,10 @@ class ConnectedCommand:
         self.connection = connection
         self.data = b""
 
-    def reply(self, error: str = "") -> None:
-        """Confirm a request, or send why it failed."""
+    def reply(self, error: str = "", node: str | None = None) -> None:
+        """Confirm a request, or send why it failed; ``node``: the node that did."""
         try:
-            send(self.connection, {"error": error} if error else {"ok": True})
+            send(self.connection, {"error": error, "node": node} if error else {"ok": True})
         except OSError:
             log("a command disconnected before it was answered")
 

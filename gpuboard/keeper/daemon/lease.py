@@ -127,7 +127,7 @@ class KeptLease:
             return
         if answer.kind:
             if name in self.unconfirmed:
-                self._refuse(f"{name}: {answer.message}")
+                self._refuse(name, f"{name}: {answer.message.removeprefix(f'{name}: ')}")
         elif self.id not in answer.value["alive"]:
             expired = self.id in answer.value["lapsed"]
             self._claims_ended(name, expired=expired, why=str(answer.value.get("words", "")))
@@ -142,7 +142,7 @@ class KeptLease:
         """A node has no live claim of the lease any more; it continues on the others. ``why``: a scheduler's reason."""
         record = self.record
         if self.unconfirmed:
-            self._refuse(f"{name}: the claims of lease {self.id} {'have expired' if expired else 'do not exist'}")
+            self._refuse(name, f"{name}: the claims of lease {self.id} {'have expired' if expired else 'do not exist'}")
             return
         loss = ""
         if why and not expired:
@@ -172,7 +172,7 @@ class KeptLease:
     def _claims_lost(self, name: str, lost: Collection[str]) -> None:
         """Some of the lease's claims on a node were removed; it continues with the others."""
         if self.unconfirmed:
-            self._refuse(f"{name}: the claims of lease {self.id} on {', '.join(lost)} do not exist")
+            self._refuse(name, f"{name}: the claims of lease {self.id} on {', '.join(lost)} do not exist")
             return
         self._report_loss(f"lost {', '.join(lost)} on {name}: its claim was removed; it keeps its other GPUs")
         self._continue_on([node._replace(uuids=[u for u in node.uuids if u not in lost]) for node in self.record.nodes])
@@ -186,11 +186,11 @@ class KeptLease:
         with suppress(OSError):  # a full disk: a successor detects the missing claims too
             self.rewrite(self.record)
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, node: str, reason: str) -> None:
         """Refuse a lease that was handed over; the command that claimed the GPUs releases them."""
         self.remove(f"refused: {reason}")
         if self.command is not None:
-            self.command.reply(reason)
+            self.command.reply(reason, node)
 
     # --- its end
 

@@ -289,11 +289,7 @@ class ClaimsAllocator:
             self._failed.update(self._refresh(uuids))
             return None
         except client.NodeFailed as failure:
-            notes.append(str(failure))
-            self._failed[failure.node] = str(failure).removeprefix(f"{failure.node}: ")
-            if failure.kind == "link":
-                self._slow.add(failure.node)
-            self._refresh([])
+            self._node_failed(failure.node, str(failure), notes, slow=failure.kind == "link")
             return None
         unread = self._fleet.refresh(uuids, _READ_S)
         after = self._snapshot()
@@ -306,7 +302,14 @@ class ClaimsAllocator:
             self._failed.update(self._refresh([name for name in uuids if name not in unread]))
             return None
         self._check_abandoned()
-        self._adopt(taken, terms)
+        try:
+            self._adopt(taken, terms)
+        except keeper.HeartbeatFailed as failure:
+            self._adopting, self._keeper = "", None
+            self.notes += self._release(taken.lease)
+            self._failed.update(self._refresh(uuids))
+            self._node_failed(failure.node, str(failure), notes, slow=True)
+            return None
         self._check_abandoned()
         lease = self._seen(taken.lease, after)
         if lease is None or len(lease.gpus) < len(choice.gpus):
@@ -320,6 +323,14 @@ class ClaimsAllocator:
         self.notes += choice.notes
         before_that = "".join(f"; before: {note}" for note in notes if note)
         return self._allocation(lease, choice.gpus, choice.why + before_that, after)
+
+    def _node_failed(self, node: str, words: str, notes: list[str], *, slow: bool) -> None:
+        """Try other nodes than ``node``; ``slow``: it gets more time, once, if no other node suffices."""
+        notes.append(words)
+        self._failed[node] = words.removeprefix(f"{node}: ")
+        if slow:
+            self._slow.add(node)
+        self._refresh([])
 
     def _call_all(
         self, calls: Mapping[str, tuple[str, dict[str, Any]]], timeout_s: float, kind: type[T]
