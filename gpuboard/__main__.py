@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 
@@ -42,6 +43,7 @@ def main() -> int:
             _exit_now(code)
         return code
     code, message = 1, ""
+    stdout = os.dup(1)  # for the shell that evaluates: the command may point stdout at /dev/null after an error
     gc.disable()  # 10 of 160 ms: everything that is created until the command's own code runs is there to stay
     try:
         _prestart_agent(argv)
@@ -56,7 +58,7 @@ def main() -> int:
         message = f"{type(error).__name__}: {error}"
         _print_error(f"gpuboard: {message}")
     if code:
-        _fail_closed(argv, code, message)
+        _fail_closed(stdout, argv, code, message)
     _exit_now(code)
     raise AssertionError("_exit_now does not return")
 
@@ -95,6 +97,8 @@ def _open_missing_streams() -> None:
             os.open(os.devnull, mode)  # open() returns the lowest free number, which is fd
             os.set_inheritable(fd, True)
     sys.stdin = sys.stdin or os.fdopen(0, "r", encoding="utf-8")
+    if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):  # unbuffered; loses the rest of a short write
+        sys.stdout = os.fdopen(1, "w", 1, encoding=sys.stdout.encoding, closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
     reconfigure = getattr(sys.stdout, "reconfigure", None)
@@ -161,8 +165,11 @@ def _names_other_nodes(argv: list[str], env: Mapping[str, str]) -> bool:
     return bool(nodesets) and not any(name in text or "localhost" in text for text in nodesets)
 
 
-def _fail_closed(argv: list[str], code: int, message: str) -> None:
-    """Write the lines for the evaluating shell; for JSON ``message``, or nothing where that is "" (already written)."""
+def _fail_closed(stdout: int, argv: list[str], code: int, message: str) -> None:
+    """Write the lines for the evaluating shell to ``stdout``.
+
+    For JSON: ``message``, or nothing where that is "" (already written).
+    """
     form = "shell"
     try:
         from gpuboard.leases.output.shell import fail_closed, requested_format
@@ -182,7 +189,7 @@ def _fail_closed(argv: list[str], code: int, message: str) -> None:
     except BaseException:
         text = f"export CUDA_VISIBLE_DEVICES=''; unset GPUBOARD_LEASE; (exit {code})\n" if form == "shell" else ""
     try:
-        os.write(1, text.encode())
+        os.write(stdout, text.encode())
     except OSError:
         return  # the reader has closed the pipe
 

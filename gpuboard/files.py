@@ -52,6 +52,13 @@ def open_regular(path: Path) -> BinaryIO:
         raise
 
 
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of ``data``; a single write may write a part. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 def write_private(path: Path, data: bytes) -> None:
     """Replace a file atomically by one that only its owner can read. The folder must exist.
 

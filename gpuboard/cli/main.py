@@ -84,8 +84,8 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as error:  # argparse's --help
         code = error.code if isinstance(error.code, int) else 0
     except Exception as error:
-        code = _unexpected(error)
         _refuse_as_json(argv, GpuboardError(f"{type(error).__name__}: {error}"))
+        code = _unexpected(error)
     return code
 
 

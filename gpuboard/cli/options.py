@@ -43,6 +43,10 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("-h", "--help", action="help", help="show this help")
 
+    def print_help(self, file: object = None) -> None:
+        """Print the help. Raises OSError, which argparse ignores."""
+        print(self.format_help(), end="", flush=True)
+
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with ``message`` and a pointer to the help; never exit."""
         unknown = message.removeprefix("unrecognized arguments: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -209,6 +210,31 @@ def test_full_disk_under_stdout_is_reported(unbuffered: str) -> None:
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["config --json", "launch --help"])
+def test_a_part_of_the_output_is_an_error(words: str, unbuffered: str, tmp_path: Path) -> None:
+    script = f"ulimit -f 1; PYTHONUNBUFFERED={unbuffered} exec {sys.executable} -m gpuboard {words} > {tmp_path}/out"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "gpuboard: cannot write to stdout: File too large\n")
+
+
+def test_lines_for_the_shell_follow_an_error_of_the_system() -> None:
+    code = (
+        "import os, sys, gpuboard.cli.reserve.env as env, gpuboard.__main__ as start\n"
+        "def run(args, context): raise OSError(5, os.strerror(5))\n"
+        "env.run = run\n"
+        "sys.argv[1:] = ['env', 'k3f9', *sys.argv[1:]]\n"
+        "start.main()"
+    )
+    command = shlex.join([sys.executable, "-c", code])
+    script = f'CUDA_VISIBLE_DEVICES=0; eval "$({command} --format shell)"; echo "$? <$CUDA_VISIBLE_DEVICES>"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1 <>\n"
+    assert done.stderr == "gpuboard: Input/output error; set GPUBOARD_DEBUG=1 to see the traceback\n"
+    done = subprocess.run(f"{command} --json", shell=True, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["error"]["message"] == "OSError: [Errno 5] Input/output error"
+
+
 @pytest.mark.parametrize(
     ("closed", "code", "out", "err"),
     [
@@ -286,6 +312,11 @@ def test_progress_on_a_terminal_is_erased_by_an_empty_text(capsys: pytest.Captur
     show("waiting")
     show("")
     assert capsys.readouterr().err == "\r\x1b[Kwaiting\r\x1b[K"
+
+
+def test_progress_on_a_dumb_terminal_has_no_escape_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    progress(_Terminal([], {"TERM": "dumb"}))("waiting 1s: none")
+    assert capsys.readouterr().err == "gpuboard: waiting 1s: none\n"
 
 
 def test_progress_in_a_log_prints_changes_only(capsys: pytest.CaptureFixture[str]) -> None:

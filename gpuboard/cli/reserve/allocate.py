@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import shutil
 import sys
 from typing import TYPE_CHECKING
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import duration_or_zero, natural, typed
-from gpuboard.cli.stderr import report
+from gpuboard.cli.stderr import report, show, show_progress
 from gpuboard.errors import GpuboardError, Refused, UsageError
+from gpuboard.files import write_all
 from gpuboard.keeper.holder import evaluator_kind, find_holder, shell_kind
 from gpuboard.leases import picks
 from gpuboard.leases.output.shell import FORMATS, SHELLS, fail_closed
@@ -214,18 +214,17 @@ def progress(context: Context):  # type: ignore[no-untyped-def]
     """
     shown: set[str] = set()
 
-    def show(message: str) -> None:
+    def notify(message: str) -> None:
         text = clean(message, 500)
-        if context.stderr_is_tty:
+        if context.shows_progress:
             if text or shown:
-                width = shutil.get_terminal_size().columns
-                print(f"\r\x1b[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
+                show_progress(text, context)
             shown.add(text)
         elif text.partition(": ")[2] not in shown and text:  # a log file: changes only
             shown.add(text.partition(": ")[2])
             report(text)
 
-    return show
+    return notify
 
 
 def _publish(allocation: Allocation, form: str, *, uuids: bool) -> None:
@@ -234,8 +233,7 @@ def _publish(allocation: Allocation, form: str, *, uuids: bool) -> None:
 
     data = render(allocation, form, uuids=uuids).encode("utf-8", "surrogateescape")
     try:
-        while data:
-            data = data[os.write(1, data) :]
+        write_all(1, data)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -281,7 +279,7 @@ def _show_plan(choice: Choice, form: str, context: Context) -> int:
         print(msgspec.json.encode(shown).decode())
     elif form in SHELLS and not context.stdout_is_tty:
         # A shell may evaluate stdout, so text from nodes goes to stderr.
-        print(text, file=sys.stderr)
+        show(text)
         sys.stdout.write(fail_closed(form, 0))
     else:
         print(text)
@@ -293,7 +291,7 @@ def explain(refused: Refused) -> None:
     from gpuboard.model.request import slot
 
     for gpu in refused.refusal.gpus:
-        print(f"  {clean(gpu.node, 64)}:{slot(gpu.index, gpu.mig)} {gpu.state}: {clean(gpu.reason)}", file=sys.stderr)
+        show(f"  {clean(gpu.node, 64)}:{slot(gpu.index, gpu.mig)} {gpu.state}: {clean(gpu.reason)}")
 
 
 class _AddPicks(argparse.Action):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from functools import partial
 
@@ -11,6 +10,7 @@ from gpuboard.cli.context import Context
 from gpuboard.cli.reserve.allocate import add_format
 from gpuboard.cli.stderr import report
 from gpuboard.errors import UsageError
+from gpuboard.files import write_all
 from gpuboard.keeper.holder import evaluator_kind
 from gpuboard.leases.output.shell import SHELLS
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if args.node is not None:
         allocation = allocation.on(args.node)
     sys.stdout.flush()
-    os.write(1, render(allocation, form, uuids=args.uuid).encode("utf-8", "surrogateescape"))
+    write_all(1, render(allocation, form, uuids=args.uuid).encode("utf-8", "surrogateescape"))
     if form in SHELLS and allocation.here is None:
         report(f"lease {allocation.lease.id} has no GPU on this machine; its GPUs on {names[0]}: add --node {names[0]}")
     return 0

@@ -17,8 +17,7 @@ import msgspec
 from gpuboard import __version__
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import path, typed
-from gpuboard.cli.see.status import show_progress
-from gpuboard.cli.stderr import report
+from gpuboard.cli.stderr import report, show_progress
 from gpuboard.errors import Interrupted
 from gpuboard.model.text import quoted
 from gpuboard.model.units import format_duration, parse_duration

@@ -22,7 +22,7 @@ from gpuboard.cli.see import columns
 from gpuboard.cli.see.columns import COLUMNS, DeviceRow
 from gpuboard.cli.see.selection import Selection
 from gpuboard.cli.see.selection import add_arguments as add_selection
-from gpuboard.cli.stderr import report
+from gpuboard.cli.stderr import report, show_progress
 from gpuboard.cli.table import Cell, Row, elide, render, wrap, write_csv
 from gpuboard.errors import NoNodeReached, UsageError
 from gpuboard.leases.ledger import Scope
@@ -188,14 +188,6 @@ def settled(fleet: Fleet, context: Context) -> Snapshot:
         show_progress("", context)
     fleet.freshen()
     return fleet.snapshot()
-
-
-def show_progress(text: str, context: Context) -> None:
-    """Show a line in place on stderr, where that is a terminal, cut at its width; an empty text erases it."""
-    if context.shows_progress:
-        width = shutil.get_terminal_size().columns
-        with contextlib.suppress(OSError):  # the terminal is gone
-            print(f"\r{elide(clean(text), width - 1)}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def no_node_reached(snapshot: Snapshot) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from gpuboard.errors import GpuboardError
+from gpuboard.files import write_all
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.holder import identify
 from gpuboard.keeper.record import decode
@@ -92,9 +93,7 @@ class ServedHead:
 
     def _send(self, line: FromHead) -> None:
         with contextlib.suppress(OSError):  # the connection's end is handled where it is read
-            data = memoryview(msgspec.json.encode(line) + b"\n")
-            while data:
-                data = data[os.write(1, data) :]
+            write_all(1, msgspec.json.encode(line) + b"\n")
 
     def _received(self, data: bytes) -> None:
         *lines, self._data = (self._data + data).split(b"\n")
