@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import shlex
@@ -62,8 +63,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
         code = _run_steps(args, own)
         if code == 0 and demo_board.cannot_open(context) is None:
             print("\nNow the board, on a larger simulated cluster; q quits.", flush=True)
-            if args.steps:
-                input("  Press Enter to continue ")
+            if args.steps and sys.stdin.isatty():
+                _wait_for_enter()
             else:
                 time.sleep(2 * _PAUSE_S)
             code = demo_board.run(context)
@@ -106,8 +107,10 @@ def _run_steps(args: argparse.Namespace, context: Context) -> int:
             _show_status(context, nodes)
             code = _train(output, context, nodes, allocation)
         finally:
-            output.step("4. Release", f"gpuboard release {allocation.lease.id}")
-            release_own(ledger, allocation.lease, output.show)
+            try:
+                output.step("4. Release", f"gpuboard release {allocation.lease.id}")
+            finally:  # ctrl-C at the step's prompt, too
+                release_own(ledger, allocation.lease, output.show)
     left = [str(path) for path in _claims(context, allocation.lease.id)]
     left += [f"process {pid}" for pid in processes.carriers(allocation.lease.id)]
     snapshot = _show_status(context, nodes)
@@ -139,7 +142,12 @@ class _Output:
             time.sleep(_PAUSE_S)
         print(f"\n{paint(title, '1', colour=self._colour)}\n$ {command}", flush=True)
         if self.is_terminal and self._waits:
-            input("  Press Enter to continue ")
+            _wait_for_enter()
+
+
+def _wait_for_enter() -> None:
+    with contextlib.suppress(EOFError):  # ctrl-D continues, too
+        input("  Press Enter to continue ")
 
 
 def _show_status(context: Context, nodes: Sequence[Node]) -> Snapshot:
