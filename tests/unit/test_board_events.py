@@ -175,6 +175,15 @@ def test_a_flapping_node_is_listed_a_few_times_and_then_counted() -> None:
     assert damper.listed([ClusterEvent(made.AT, "unreachable", ("gpu07",))], 299 + CALM_S + WINDOW_S) != []
 
 
+def test_a_node_that_goes_on_flapping_is_listed_once_per_window() -> None:
+    damper = Damper()
+    found = []
+    for number in range(1, 2 * int(WINDOW_S) // 20):
+        event = ClusterEvent(made.AT, "unreachable" if number % 2 else "back", ("gpu07",))
+        found += damper.listed([event], 20.0 * number)
+    assert [event.words for event in found] == [""] * MOST + [f"{int(WINDOW_S) // 20} changes since the event before"]
+
+
 def test_alike_events_of_one_moment_are_one() -> None:
     nodes = [f"gpu{number:02d}" for number in range(20)]
     down = [

@@ -10,7 +10,7 @@ from gpuboard.board.overview.events import ClusterEvent
 
 MOST = 4  # events of one thing in WINDOW_S that are listed one by one; later ones are counted
 WINDOW_S = 600.0
-CALM_S = 60.0  # the last one is listed, with their number, after this long without another
+CALM_S = 60.0  # the last one is listed, with their number, after this long without another, at the latest in WINDOW_S
 _TOPICS = {"stale": "connection", "unreachable": "connection", "back": "connection", "lost": "state",
            "broken": "state", "recovered": "state"}  # fmt: skip
 
@@ -43,11 +43,13 @@ class Damper:
             else:
                 trail.held, trail.at, trail.count = event, now, trail.count + 1
         for key, trail in list(self._trails.items()):
-            if trail.held is not None and now - trail.at >= CALM_S:
+            calm = now - trail.at >= CALM_S
+            last_s = now - trail.times[-1] if trail.times else WINDOW_S  # since the last listed one
+            if trail.held is not None and (calm or last_s >= WINDOW_S):
                 again = f"{trail.held.words}; {trail.count} changes since the event before".removeprefix("; ")
                 found.append(msgspec.structs.replace(trail.held, words=again))
-                trail.times.append(now)
+                trail.times = [*trail.times, now] if calm else [now] * MOST  # while it lasts, one per window
                 trail.held, trail.count = None, 0
-            elif trail.held is None and now - trail.times[-1] >= WINDOW_S:
+            elif trail.held is None and last_s >= WINDOW_S:
                 del self._trails[key]
         return found
