@@ -107,3 +107,25 @@ def test_a_file_that_cannot_be_used_is_reported_and_nothing_else_fails(tmp_path:
     assert len(store.events) == 1
     with pytest.raises(OSError, match="directory"):
         append(tmp_path, [event(0)])
+
+
+def test_a_file_that_can_be_written_again_is_no_problem(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.mkdir()
+    read_once = EventStore(file, ["gpu01"])
+    read_once.start()
+    until(lambda: "older events are not shown" in read_once.problem)
+    file.rmdir()
+    store = EventStore(file, ["gpu01"])
+    store.start()
+    store.add([event(0)])
+    until(file.exists)
+    file.unlink()
+    file.mkdir()
+    store.add([event(50)])
+    until(lambda: "events are not kept" in store.problem)
+    file.rmdir()
+    for each in (store, read_once):
+        each.add([event(100)])
+    until(lambda: not store.problem and len(file.read_bytes().splitlines()) == 2)
+    assert "older events are not shown" in read_once.problem

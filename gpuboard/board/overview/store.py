@@ -107,10 +107,11 @@ class EventStore:
             self.problem = f"{self._path}: the file system does not respond; events are not kept"
 
     def _run(self) -> None:
+        unread = ""
         try:
             kept = [event for event in read(self._path) if not self._nodes.isdisjoint(event.nodes)]
         except OSError as error:
-            self.problem = f"{self._path}: {error.strerror}; older events are not shown"
+            self.problem = unread = f"{self._path}: {error.strerror}; older events are not shown"
         else:
             with self._lock:
                 self.events = distinct([*kept, *self.events])[-KEPT:]
@@ -120,6 +121,8 @@ class EventStore:
                 append(self._path, events)
             except OSError as error:
                 self.problem = f"{self._path}: {error.strerror}; events are not kept"
+            else:
+                self.problem = unread
 
 
 def _decoded(line: bytes) -> ClusterEvent | None:
