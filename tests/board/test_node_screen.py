@@ -198,6 +198,16 @@ async def test_the_load_of_a_node_is_beside_its_gpus(tmp_path: Path, size: tuple
         assert "?" in screen(app)
 
 
+async def test_a_node_that_a_scene_lacks_shows_no_old_values(tmp_path: Path) -> None:
+    async with opened(tmp_path, "gpu2", (120, 60)) as (app, pilot):
+        await next_scene(app, pilot, scene(banners=("this is a bug: KeyError",)))
+        await settle(pilot, lambda: "this board has no reading of gpu2 now" in screen(app))
+        assert "this is a bug: KeyError" in screen(app)
+        assert not any(words in screen(app) for words in ("Connection", "reserved", "python train.py"))
+        await next_scene(app, pilot, lab())
+        await settle(pilot, lambda: "Connection   up" in screen(app) and "python train.py" in screen(app))
+
+
 async def test_a_real_node_that_stops_answering_while_its_screen_is_open(tmp_path: Path) -> None:
     core = make_core(tmp_path, settings=Settings(interval="0.2s", state=StateSettings(stale_min="1s")))
     async with board(core) as (app, pilot):

@@ -218,6 +218,7 @@ class NodeScreen(GraphScreen, ActingScreen):
     def show(self, scene: Scene) -> None:
         node = scene.nodes.get(self.node_name)
         if node is None:
+            self._show_missing(scene)
             return
         glyphs = self.board.look.glyphs
         history, span = self.board.core.history, self.span
@@ -245,6 +246,16 @@ class NodeScreen(GraphScreen, ActingScreen):
         grid.set_rows([row for gpu in node.gpus for row in gpu_rows(node, gpu, scene, glyphs, trace, active=active)])
 
         self._show_processes(node, rows, self.size.height - _REST - rows - 2 * height * host.display)
+
+    def _show_missing(self, scene: Scene) -> None:
+        """Show that the scene lacks the node: its last values are not current."""
+        words = f"this board has no reading of {self.node_name} now"
+        self.query_one("#node", Pane).show(lambda width: [*above(scene, width), *named("Missing", words, "bad", width)])
+        for pane in ("#host", "#processes"):
+            self.query_one(pane).display = False
+        grid = self.query_one("#gpus", Grid)
+        grid.set_empty("no GPUs known")
+        grid.set_rows([])
 
     def _show_processes(self, node: NodeView, rows: int, room: int) -> None:
         """Show the node's processes below its GPUs where there are ``room`` lines for them."""
