@@ -203,7 +203,8 @@ def hand_over(
     Raises KeeperError when the keeper does not start, does not answer or refuses, HeartbeatFailed when a node is the
     reason; the caller then releases the claims.
     """
-    timeout_s = timing.adopt_remote_s if any(node.host is not None for node in lease.nodes) else timing.adopt_s
+    remote = any(node.host is not None for node in lease.nodes)
+    timeout_s = timing.adopt_remote_s * lease.rounds if remote else timing.adopt_s
     message = {"op": "adopt", "record": lease.plain(), "login": login_of(env)}
     at = started or start_early(env, timing)
     try:

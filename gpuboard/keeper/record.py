@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from gpuboard.keeper.holder import Holder
 from gpuboard.keeper.timing import TIMING, KeeperTiming
 
+_CONNECTIONS = 64  # set up at a time, where the settings do not have it
 # The credentials of a login, which end with it: its ssh agent, its Kerberos tickets.
 _LOGIN = ("SSH_AUTH_SOCK", "KRB5CCNAME")
 
@@ -63,6 +64,12 @@ class LeaseRecord(NamedTuple):
     job: KeptJob | None = None  # then ``nodes`` is one entry for the scheduler
     shared: bool = False  # the lease is another keeper's: this one sends heartbeats for the holder, and never releases
     others: tuple[Holder, ...] = ()  # further holders of a shared lease: other runs of this host that use it
+
+    @property
+    def rounds(self) -> int:
+        """In how many rounds its nodes are connected to: ``max_connections`` are set up at a time."""
+        most = self.settings.get("max_connections")
+        return -(-len(self.nodes) // (most if isinstance(most, int) and most > 0 else _CONNECTIONS))
 
     def plain(self) -> dict[str, Any]:
         """Return the record as plain values, for JSON."""

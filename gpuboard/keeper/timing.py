@@ -11,7 +11,7 @@ class KeeperTiming(NamedTuple):
     # clients
     start_s: float = 10.0  # for a keeper to start
     adopt_s: float = 10.0  # for a keeper to accept a lease of this host, the first heartbeat included
-    adopt_remote_s: float = 30.0  # the same where the keeper connects to other nodes first
+    adopt_remote_s: float = 30.0  # the same for each round of connections (LeaseRecord.rounds) to other nodes
     forget_s: float = 3.0  # for a keeper to stop heartbeats of a released lease; the release does not depend on it
     # the daemon
     linger_s: float = 5.0  # until a keeper without leases ends
@@ -27,7 +27,7 @@ class KeeperTiming(NamedTuple):
     # nodes
     heartbeat_s: float = 30.0  # three attempts within the 90 s of a claim
     retry_s: tuple[float, ...] = (5.0, 10.0, 20.0, 30.0)  # back-off after a heartbeat or release that failed
-    call_s: float = 20.0  # for a call, connecting included
+    call_s: float = 20.0  # for a call; with a new connection, for each round of them
     ssh_agent_s: float = 1.0  # for an ssh agent to accept a connection
     agent_linger_s: float = 15.0  # how long an idle agent on this machine is kept for the next call
     # jobs of a scheduler

@@ -417,6 +417,15 @@ def test_suspended_keeper_is_named(lab: Lab) -> None:
         lab.adopt("stop2", timing=KeeperTiming(adopt_s=0.3))
 
 
+def test_the_time_to_accept_a_lease_grows_with_the_rounds_of_connections(lab: Lab) -> None:
+    lab.holding("stop4")
+    lab.signal_keeper(signal.SIGSTOP)
+    far = [keeper.KeptNode(f"gpu{n}", [UUIDS[n]], f"gpu{n}", str(lab.claims), None) for n in range(4)]
+    record = keeper.record("many1", far, {"max_connections": 1}, None, 60.0)
+    with pytest.raises(keeper.KeeperError, match="did not accept the lease within 2 s"):
+        keeper.hand_over(record, lab.env, timing=KeeperTiming(adopt_remote_s=0.5))
+
+
 def test_a_keeper_suspended_for_many_commands_hangs_none(lab: Lab) -> None:
     lab.holding("stop3")
     pid = lab.signal_keeper(signal.SIGSTOP)

@@ -299,7 +299,8 @@ def test_a_keeper_takes_whatever_a_node_answers(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from([replies.Touched, replies.Carriers, replies.ReleasedClaims, replies.Read]))
     there = Answering("liar", b'"value":%s' % raw(data.draw(st.one_of(of(kind), junk))))
     node = KeptNode("liar", ["GPU-a"], "liar", "/var/tmp", None)
-    calls = NodeCalls(node, {}, Connectors(Logins(TIMING)), TIMING)
+    record = LeaseRecord("lease1", [node], {}, None, 0, 0, 0.0, 1e9)
+    calls = NodeCalls(node, record, Connectors(Logins(TIMING)), TIMING)
     calls._link = there.link
     with tempfile.TemporaryDirectory() as folder, closing(occupied(folder)) as place:
         keeper = Keeper(folder, place)

@@ -37,6 +37,14 @@ def test_the_job_of_a_node_survives_the_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
+    ("count", "settings", "rounds"),
+    [(1, {}, 1), (64, {}, 1), (65, {}, 2), (9, {"max_connections": 4}, 3), (9, {"max_connections": "x"}, 1)],
+)
+def test_nodes_are_connected_to_in_rounds(count: int, settings: dict[str, object], rounds: int) -> None:
+    assert RECORD._replace(nodes=RECORD.nodes[:1] * count, settings=settings).rounds == rounds
+
+
+@pytest.mark.parametrize(
     "values",
     [
         None,

@@ -95,7 +95,7 @@ class Nodes:
 
     def _new_calls(self, record: LeaseRecord, node: KeptNode) -> Calls:
         if record.job is None:
-            return NodeCalls(node, record.settings, self._connectors, self._timing)
+            return NodeCalls(node, record, self._connectors, self._timing)
         return JobCalls(node.name, record.lease, record.job, self._watch, self._timing)
 
 

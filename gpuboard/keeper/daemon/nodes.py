@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuboard.agent.claims import store as claims
 from gpuboard.keeper.daemon.calls import Calls, NodeAnswer, Report
-from gpuboard.keeper.record import KeptNode, login_of
+from gpuboard.keeper.record import KeptNode, LeaseRecord, login_of
 from gpuboard.keeper.timing import KeeperTiming
 
 if TYPE_CHECKING:
@@ -94,12 +94,14 @@ class Connectors:
 class NodeCalls(Calls):
     """Calls to one node. A connection to another machine stays open, an agent on this one for some seconds."""
 
-    def __init__(self, node: KeptNode, settings: dict[str, Any], connectors: Connectors, timing: KeeperTiming) -> None:
+    def __init__(self, node: KeptNode, record: LeaseRecord, connectors: Connectors, timing: KeeperTiming) -> None:
+        """``record``: of the first lease there."""
         super().__init__(node.name, timing.heartbeat_s)
         self.idle_s = timing.agent_linger_s if node.host is None else None
         self._timing = timing
         self._node = node
-        self._settings = settings
+        self._settings = record.settings
+        self._rounds = record.rounds
         self._connectors = connectors
         plain = node.host is None and node.simulate is None
         self._folder = claims.Folder(node.claims_dir) if plain else None
@@ -134,9 +136,11 @@ class NodeCalls(Calls):
                 "read": Read,
                 "carriers": Carriers,
             }
+            timeout_s = self._timing.call_s
             if self._link is None or self._link.over is not None:
                 self._link = self._connect()
-            return NodeAnswer(msgspec.to_builtins(self._link.call(op, args, self._timing.call_s, kinds[op])))
+                timeout_s *= self._rounds
+            return NodeAnswer(msgspec.to_builtins(self._link.call(op, args, timeout_s, kinds[op])))
         except CallFailed as error:
             return NodeAnswer(None, error.kind, error.message)
         except Exception as error:  # any failure of a node or a library: the thread must answer the next call
