@@ -355,6 +355,9 @@ async def test_headers_and_keys_sort(tmp_path: Path, view: str) -> None:
         await pilot.press("s", *"jj", "down", "k", "down", "down", "enter")  # the fifth order
         assert (shown.view.sort, shown.view.reverse) == ("utilization", True)
         assert lines(grid)[0].strip().startswith("gpu1 ")
+        for measured in ("sm", "tensor"):
+            shown.order_by(measured)
+            assert (shown.view.sort, shown.view.reverse) == (measured, True)
 
 
 async def test_groups_have_headings_and_count(tmp_path: Path) -> None:

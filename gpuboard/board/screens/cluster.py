@@ -37,7 +37,7 @@ from gpuboard.board.widgets.table import GpuTable
 from gpuboard.model.snapshot import GpuView, NodeView
 
 # usually the highest value is of interest
-_DOWN_FIRST = frozenset({"memory", "utilization", "power", "temperature", "age"})
+_DOWN_FIRST = frozenset({"memory", "utilization", "sm", "tensor", "power", "temperature", "age"})
 _NO_MATCH = "No GPU matches the filter.\nEscape clears it."
 _NO_NODES = "No nodes.\nList some with gpuboard --nodes gpu[01-04], or as `nodes` in the config file."
 _NAME_MOST = 24  # cells of the filter's text in the status line
