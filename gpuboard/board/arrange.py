@@ -226,12 +226,13 @@ def _rows(scene: Scene, matches: Matches | None) -> list[Row]:
 
 def _hidden(place: Place, scene: Scene, matches: Matches) -> frozenset[str]:
     """Return the MIG devices that do not match by themselves, unless none does."""
-    devices = {device.uuid: _as_gpu(place.gpu, device) for device in place.gpu.mig}
+    devices = {device.uuid: as_gpu(place.gpu, device) for device in place.gpu.mig}
     hidden = frozenset(uuid for uuid, device in devices.items() if not matches(place.node, device, scene))
     return hidden if len(hidden) < len(devices) else frozenset()
 
 
-def _as_gpu(gpu: GpuView, device: MigView) -> GpuView:
+def as_gpu(gpu: GpuView, device: MigView) -> GpuView:
+    """Return a MIG device as a GPU by itself."""
     return msgspec.structs.replace(
         gpu,
         uuid=device.uuid,

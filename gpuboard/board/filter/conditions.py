@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
-from gpuboard.board.arrange import activity, age_of
-from gpuboard.board.filter.language import Key, Language
-from gpuboard.board.filter.matchers import named, percent, person, place, quantity, size, text, word
+from gpuboard.board.arrange import activity, age_of, as_gpu
+from gpuboard.board.filter.language import Key, Language, Term
+from gpuboard.board.filter.matchers import named, one_of, percent, person, place, quantity, size, text, word
 from gpuboard.board.scene import Scene
 from gpuboard.model.gpu import short_model
 from gpuboard.model.snapshot import GpuView, JobView, NodeView
@@ -58,10 +58,27 @@ def _texts(node: NodeView, gpu: GpuView | None, scene: Scene) -> list[str | None
     return [*parts, *_jobs(gpu), *(job.user for job in _held_by(gpu))]
 
 
+def _own_states(node: NodeView, gpu: GpuView | None, scene: Scene) -> tuple[str, ...]:
+    return ("unknown" if gpu is None else gpu.state, "connecting" if node.connecting else node.state)
+
+
 def _states(node: NodeView, gpu: GpuView | None, scene: Scene) -> tuple[str, ...]:
     """Return the states of the node, of a GPU and of its MIG devices."""
-    of_gpu = ("unknown",) if gpu is None else (gpu.state, *(device.state for device in gpu.mig))
-    return (*of_gpu, "connecting" if node.connecting else node.state)
+    own = _own_states(node, gpu, scene)
+    return own if gpu is None else (*own, *(device.state for device in gpu.mig))
+
+
+def _state(term: Term) -> Callable[[NodeView, GpuView | None, Scene], bool]:
+    """Compile states. Negated, a GPU in MIG mode needs one device that matches; the others are hidden."""
+    if not term.negative:
+        return one_of(_ALL_STATES, _states)(term)
+    by_itself = one_of(_ALL_STATES, _own_states)(term)
+
+    def holds(node: NodeView, gpu: GpuView | None, scene: Scene) -> bool:
+        devices = () if gpu is None else [as_gpu(gpu, device) for device in gpu.mig]
+        return by_itself(node, gpu, scene) and (not devices or any(by_itself(node, each, scene) for each in devices))
+
+    return holds
 
 
 def _uuids(gpu: GpuView) -> tuple[str, ...]:
@@ -141,7 +158,7 @@ def _purposes(gpu: GpuView, scene: Scene) -> Iterable[str]:
 
 _ALL_STATES = (*STATES, *NODE_STATES)
 KEYS: Mapping[str, GpuKey] = {
-    "state": word(_ALL_STATES, _states, hint=f"one of {', '.join(STATES)}"),
+    "state": Key(f"one of {', '.join(STATES)}", 1, _state, words=_ALL_STATES),
     "user": person(_of_gpu(_people), _is_mine, cost=5),
     "node": place(lambda node, gpu, scene: (node.name,)),
     "gpu": _quantity("a GPU's index", lambda node, gpu: gpu.index, parse_number, "gpu:0,3", ":"),
