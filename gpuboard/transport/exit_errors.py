@@ -28,8 +28,9 @@ def explain_exit(code: int | None, stderr: bytes, python: str) -> TransportError
             "no-python", own[-1].removeprefix("gpuboard: "), "set `python` in the config to a newer one"
         )
     missing = [line for line in lines if any(words in line.lower() for words in _NOT_FOUND)]
-    if code == 1:  # csh names the interpreter; other lines are those of start-up files
-        missing = [line for line in lines if line.lower().startswith(f"{python.lower()}: ")]
+    if code == 1:  # csh names the interpreter or its path; other lines are those of start-up files
+        name = python.rpartition("/")[2]
+        missing = [line for line in missing if line.partition(": ")[0].rpartition("/")[2] == name]
     if code in {126, 127} or (code == 1 and missing and "Traceback" not in text):
         words = f"{python} cannot be started there" + (f" ({(missing or lines)[-1]})" if lines else "")
         return TransportError("no-python", words, "install python3 (3.6 or later) or set `python` in the config")

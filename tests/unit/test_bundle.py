@@ -181,6 +181,8 @@ def test_a_traceback_out_of_the_bundle_shows_the_source_line() -> None:
         (126, b"", "no-python", "python3 cannot be started there"),
         (1, b"python3: Command not found.\n", "no-python",
          "python3 cannot be started there (python3: Command not found.)"),
+        (1, b"/usr/bin/python3: Permission denied.\n", "no-python",
+         "python3 cannot be started there (/usr/bin/python3: Permission denied.)"),
         (1, b"python3: Permission denied.\n", "no-python",
          "python3 cannot be started there (python3: Permission denied.)"),
         (1, b"Traceback\nImportError: module not found\n", "exited",
