@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.errors import GpuboardError
+from gpuboard.errors import GpuboardError, NotFree
 from gpuboard.leases.slurm.wait import JobWait
 from gpuboard.scheduler.slurm.client import Jobs
 
@@ -18,6 +18,11 @@ case $(wc -l <{folder}/log) in
   2) echo "squeue: fatal: the moon is full" >&2; exit 1 ;;
   *) echo "5|RUNNING|None|N/A|1:00:00|0:00|gpu|2001|gpu01|gpuboard-k3f9" ;;
 esac
+"""
+
+
+HELD = """#!/bin/sh
+echo "5|RESV_DEL_HOLD|None|N/A|1:00:00|0:00|gpu|2001||gpuboard-k3f9"
 """
 
 
@@ -45,3 +50,9 @@ def test_when_the_wait_is_over_a_failed_query_is_the_reason(log: Path) -> None:
     log.write_text("\n")
     with pytest.raises(GpuboardError, match="the moon is full"):
         wait(None, []).run()
+
+
+def test_the_wait_for_a_held_job_is_limited(log: Path) -> None:
+    (log.parent / "squeue").write_text(HELD)
+    with pytest.raises(NotFree, match="^not free within 0s: Slurm job 5 is resv_del_hold$"):
+        wait(0.0, []).run()

@@ -17,6 +17,7 @@ _POLL_MAX_S = 30.0
 _GROWTH = 1.4
 _QUERY_SHARE = 20  # a pause lasts at least this many times as long as the query before it
 _QUIET_S = 1.0  # no progress shown before: most jobs that can start have started by then
+_PREPARED = {"CONFIGURING", "POWER_UP_NODE"}  # the job has its nodes, which boot or run a prolog: Slurm limits that
 _DECIDED_S = 1.0  # the reason of a newly submitted job may be outdated within a second
 
 
@@ -94,7 +95,7 @@ class JobWait:
     def _check_pending(self, job: JobState | None, place: QueuePlace | None) -> None:
         """Show the progress of a job that does not run yet. Raises Refused if the wait for it ends."""
         assert job is not None
-        if job.state != "PENDING":  # CONFIGURING: it has its nodes, which may have to boot or to run a prolog
+        if job.state in _PREPARED:
             self._progress(f"waiting {format_duration(self.waited_s)}: Slurm prepares the nodes of job {job.number}")
             return
         if why := never_reason(job.reason):
@@ -123,9 +124,10 @@ class JobWait:
 
 
 def described(job: JobState, place: QueuePlace | None) -> str:
-    """Return the reason for which a job is pending, its place in the queue and its expected start."""
-    reason = clean(job.reason, 200) if job.reason not in {"", "None"} else "not considered by Slurm yet"
-    text = f"Slurm job {job.number} is pending ({reason})"
+    """Return the state of a job that waits, the reason, its place in the queue and its expected start."""
+    undecided = "not considered by Slurm yet" if job.state == "PENDING" else ""
+    reason = clean(job.reason, 200) if job.reason not in {"", "None"} else undecided
+    text = f"Slurm job {job.number} is {job.state.lower()}{reason and f' ({reason})'}"
     if place is not None:
         text += f", number {place.ahead + 1} of {place.waiting} in {job.partition or 'its partition'}"
     if job.start is not None:
