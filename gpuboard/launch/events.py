@@ -47,12 +47,26 @@ class Output(msgspec.Struct, frozen=True):
     data: bytes = b""
 
 
+class FirstRaised(msgspec.Struct, frozen=True):
+    """The exception that was about to end a rank when the code that is executed nevertheless raised another one.
+
+    ``chain``: types and messages, also of those below it.
+    """
+
+    type: str
+    message: str = ""
+    file: str | None = None
+    line: Count | None = None
+    function: str | None = None
+    chain: str = ""
+
+
 class Raised(msgspec.Struct, frozen=True):
     """The exception that will end the rank: the innermost cause; ``note``: what it was raised again as, or where.
 
     ``phase``: torch, import, init or train. ``own_connection``: a connection was lost, and not one to another rank.
     ``origin``: the rank that failed, of an exception that every rank gets. ``called``, ``calls``: see :class:`Leaving`;
-    of a RuntimeError.
+    of a RuntimeError. ``chain``: types and messages of all exceptions.
     """
 
     rank: Count
@@ -65,6 +79,8 @@ class Raised(msgspec.Struct, frozen=True):
     traceback: str = ""
     phase: str = "train"
     own_connection: bool = False
+    chain: str = ""
+    first: FirstRaised | None = None
     origin: Count | None = None
     called: list[tuple[int, int]] = []
     calls: list[str] = []

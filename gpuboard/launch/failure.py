@@ -12,7 +12,7 @@ import msgspec
 
 from gpuboard.launch import events
 from gpuboard.launch.causes.advice import advice
-from gpuboard.launch.causes.cause import Cause, FailureKind, symptom_of
+from gpuboard.launch.causes.cause import Cause, FailureKind, Symptom, symptom_of
 from gpuboard.launch.causes.effects import Failures, among_effects
 from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text
 from gpuboard.launch.causes.stderr import CHILD_FAILED
@@ -341,6 +341,10 @@ class FailureWatch:
             self.note_collectives([found])
         if self.stop_reason is not None:
             return
+        symptom = _symptom(event)
+        if symptom != "own" and event.first is not None and symptom_of(event.first.chain) == "own":
+            event, symptom = _with_first(event, event.first), "own"
+            self._raised[event.rank] = event
         failed = event.origin if event.origin in self.ranks else event.rank
         rank = self.ranks[failed]
         held = cuda_memory_text(event.message, rank.local_rank, self.gpu_processes.get(rank.node, {}))
@@ -358,13 +362,14 @@ class FailureWatch:
         text = f"{self._where(failed)} failed{phase}: {what}{place}{note}"
         asked = event.type == "bdb.BdbQuit" or (event.type == "EOFError" and "reading a line" in event.message)
         hint = f"its standard input is /dev/null; --stdin {event.rank} gives it that of gpuboard" if asked else ""
-        symptom = "own" if event.own_connection else symptom_of(f"{event.type}: {event.message} {event.note}")
         hint = "" if event.rank == self._stdin_rank else hint
         # An exception while another one is handled is often a consequence of it.
         if tip := advice(event.note) or advice(f"{event.type}: {event.message}"):
             hint = f"→ {tip}"
         origin = f"{clean(event.type)}{place}" if event.file else ""
-        self._candidates.append(Cause("raised", failed, rank.node, text, hint, symptom=symptom, at=now, place=origin))
+        self._candidates.append(
+            Cause("raised", failed, rank.node, text, hint, event.chain, symptom=symptom, at=now, place=origin)
+        )
 
     def _on_exited(self, event: events.Exited, now: float) -> None:
         self.exits[event.rank] = event
@@ -444,3 +449,17 @@ class FailureWatch:
                 f"{rank_words(waiting)} would wait for it until the timeout"
             )
             self._candidates.append(Cause("before-init", gone[0], self.ranks[gone[0]].node, text, at=now))
+
+
+def _symptom(raised: events.Raised) -> Symptom:
+    if raised.own_connection:
+        return "own"
+    return symptom_of(f"{raised.type}: {raised.message} {raised.note} {raised.chain}")
+
+
+def _with_first(raised: events.Raised, first: events.FirstRaised) -> events.Raised:
+    """Return the exception that was ending the rank ``first``, with the newest one as its note."""
+    place = f" at {raised.file}:{raised.line}" if raised.file else ""
+    note = f"then {raised.type}: {raised.message.partition(chr(10))[0][:160]}{place}"
+    fields = {name: getattr(first, name) for name in first.__struct_fields__}
+    return msgspec.structs.replace(raised, **fields, note=note, own_connection=False, origin=None)

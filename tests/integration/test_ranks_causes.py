@@ -125,8 +125,37 @@ def stopped():
     import signal
     signal.raise_signal(signal.SIGINT)
 
+def left():
+    try:
+        boom()
+    finally:
+        raise ConnectionError("closed by peer")
+
+def cleaned():
+    from contextlib import contextmanager
+    class Group:
+        def __enter__(self):
+            pass
+        def __exit__(self, *_):
+            raise ConnectionError("closed by peer")
+    @contextmanager
+    def group():
+        try:
+            yield
+        except Exception:
+            left()
+            raise
+    with Group(), group():
+        chained()
+
+def retried():
+    try:
+        boom()
+    except ValueError:
+        left()
+
 every = (chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped, received, killed,
-         interrupted, stopped, reaped)
+         interrupted, stopped, reaped, left, cleaned, retried)
 every[int(os.environ["RANK"])]()
 """
 
@@ -137,7 +166,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=17) as here:
+    with node(folder, SCRIPT, count=20) as here:
         go(here)
         here.wait_ended()
         found = {data["rank"]: data for data in here.data("raised")}
@@ -177,6 +206,18 @@ def test_the_cause_in_a_chain_of_exceptions(
         *cause,
         note.format(script),
     )
+
+
+def test_an_exception_that_ends_the_rank_is_told_from_those_that_are_handled(
+    raised: tuple[str, dict[int, dict[str, Any]]],
+) -> None:
+    script, found = raised
+    first = {"type": "ValueError", "message": "wrong\nvalue", "file": script, "line": 7, "function": "boom"}
+    assert found[17]["first"] == {**first, "chain": "ValueError: wrong\nvalue"}
+    assert found[17]["chain"] == "ConnectionError: closed by peer\nValueError: wrong\nvalue"
+    assert found[18]["first"]["chain"] == "OSError: no data\nValueError: wrong\nvalue"
+    assert [found[rank]["first"] for rank in (0, 1, 4, 5)] == [None] * 4
+    assert found[19]["first"]["function"] == "boom"  # that of left(), whose finally follows
 
 
 def test_the_death_of_the_process_that_sent_data_is_noted(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:

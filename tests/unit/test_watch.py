@@ -71,6 +71,25 @@ def test_a_connection_to_a_process_of_the_rank_is_not_one_to_another_rank() -> N
     assert feed(watch(), RESET, Raised(1, *died, note)).cause is None
 
 
+def test_what_was_ending_a_rank_weighs_more_than_a_lost_connection_after_it() -> None:
+    first = events.FirstRaised("ValueError", "bad record", "/exp/data.py", 7, "load", "ValueError: bad record")
+    lost = "RuntimeError", "[gloo] Timed out waiting 5000ms for recv operation", "/exp/train.py", 41
+    failed = feed(watch(), RESET, Raised(1, *lost, first=first))
+    assert failed.messages[-1] == (
+        "rank 1 (gpu01:3) failed: ValueError: bad record at /exp/data.py:7 in load, then RuntimeError: [gloo] "
+        "Timed out waiting 5000ms for recv operation at /exp/train.py:41"
+    )
+    reset = msgspec.structs.replace(first, chain=f"{first.chain}\nOSError: Connection reset by peer")
+    assert feed(watch(), Raised(1, *lost, first=reset)).cause is None, "that one is no cause either"
+
+
+def test_a_lost_connection_anywhere_in_the_chain_is_one() -> None:
+    wrapped = "StepFailed", "step 12", "/exp/train.py", 41, "step", "caused by DistBackendError: NCCL error in: …"
+    chain = "StepFailed: step 12\nDistBackendError: NCCL error in: x.cpp\nLast error: Connection reset by peer"
+    assert feed(watch(), Raised(1, *wrapped)).cause is not None
+    assert feed(watch(), Raised(1, *wrapped, chain=chain)).cause is None
+
+
 def test_an_exception_is_reported_with_rank_node_and_place() -> None:
     failed = feed(watch(), BOOM)
     assert failed.messages == ["rank 1 (gpu01:3) failed: ValueError: boom at /exp/train.py:41 in load_batch"]

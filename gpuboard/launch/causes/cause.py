@@ -48,6 +48,7 @@ class Cause(msgspec.Struct, frozen=True):
     node: str | None
     text: str
     evidence: str = ""
+    chain: str = ""  # types and messages of an exception and those below it
     symptom: Symptom = "own"
     at: float = 0.0
     place: str = ""  # type and line of an exception: the same for the same failure of any rank

@@ -76,7 +76,7 @@ def among_effects(failures: Failures) -> Cause:
 
 
 def _from_torch(cause: Cause) -> bool:
-    return bool(_OF_TORCH.search(cause.text + cause.evidence))
+    return bool(_OF_TORCH.search(cause.text + cause.evidence + cause.chain))
 
 
 def _left_group(failures: Failures, first: Cause) -> Cause:

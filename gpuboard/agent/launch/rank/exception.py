@@ -3,6 +3,7 @@
 This source is executed in the rank, after ``traceback_text``.
 """
 
+import ast
 import linecache
 import os
 import re
@@ -13,7 +14,7 @@ import traceback
 
 MYPY = False
 if MYPY:
-    from types import TracebackType
+    from types import FrameType, TracebackType
     from typing import Any, Dict, List, Optional, Pattern, Sequence, Tuple
 
     from gpuboard.agent.launch.rank import traceback_text
@@ -23,6 +24,7 @@ _TEXT = 16384  # characters of a message
 _BRIEF = 160  # characters of an exception that is named beside the cause
 _NOTES = 3  # of the exception itself, that are named
 _CHAIN = 16  # exceptions of a chain that are looked at
+_NAMED = 3  # of them beside the cause, that are named
 _CHILD_ENDS_S = 1.0  # from a connection that a process has lost, while it ends, until its parent can see how it ended
 _TRY = "_try_get_data"  # of torch's DataLoader
 # Frames of connections to processes of the rank itself, and of what loads its data
@@ -44,7 +46,8 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
     """Return type, message, file, line and function of the cause of ``error``, and a ``note`` about the others.
 
     ``own_connection``: a connection was lost, and not one to another rank. ``origin``: the rank that failed, of an
-    exception that every rank gets.
+    exception that every rank gets. ``chain``: types and messages of all exceptions. ``first``: the exception that was
+    about to end the rank when the code that is executed nevertheless raised another one.
     """
     chain = _chain(error)
     at = 0
@@ -67,8 +70,8 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
         notes.append("first of %d in %s" % (len(_members(chain[at - 1][0])), _brief(chain[at - 1][0])))
     elif at > 0:
         notes.append("raised again as " + _brief(error))
-    if at + 1 < len(chain):
-        word, other = chain[at + 1][1], chain[at + 1 :][-1][0]
+    below = chain[at + 1 :]
+    for other, word in below if len(below) <= _NAMED else below[: _NAMED - 1] + below[-1:]:
         if _brief(other) != _brief(cause):
             notes.append(word + " " + _brief(other) + _at(_place(other, other.__traceback__)))
     file, line, function = place
@@ -83,6 +86,8 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
         "line": line,
         "function": function,
         "note": ", ".join(notes),
+        "chain": _texts(chain),
+        "first": _first(chain[at:], cause_trace),
         "origin": _origin(cause),
         "own_connection": any(
             isinstance(one, (OSError, EOFError))
@@ -153,6 +158,63 @@ def _is_wrapper(error: BaseException, below: BaseException) -> bool:
     if isinstance(error, SystemExit) or _members(error):
         return True
     return error.__cause__ is below and _raised_in_library(error) and not traceback_text.is_library(_file(below))
+
+
+def _first(chain: "List[Tuple[BaseException, str]]", trace: "Optional[TracebackType]") -> "Optional[Dict[str, Any]]":
+    """Return what is known of the exception that was already ending the rank, None without one."""
+    first = 0
+    above = list(traceback.walk_tb(trace))
+    for at in range(1, len(chain)):
+        below, word = chain[at]
+        if word == "while handling":
+            own = isinstance(below, Exception) and not isinstance(below, StopIteration)
+            if not own or not _ends_anyway(above, below.__traceback__):
+                break
+            first = at
+        above += traceback.walk_tb(below.__traceback__)
+    if not first:
+        return None
+    kind, message, (file, line, function), _ = _read(chain[first][0], chain[first][0].__traceback__)
+    return {
+        "type": kind,
+        "message": message[:_TEXT],
+        "file": file,
+        "line": line,
+        "function": function,
+        "chain": _texts(chain[first:]),
+    }
+
+
+def _texts(chain: "List[Tuple[BaseException, str]]") -> str:
+    return "\n".join("%s: %s" % (type_name(error), _message(error)) for error, _ in chain)[:_TEXT]
+
+
+def _ends_anyway(above: "List[Tuple[FrameType, int]]", before: "Optional[TracebackType]") -> bool:
+    """Return whether the code that raised an exception is executed while the one ``before`` goes on: in a ``finally``,
+    at the end of a ``with``, or in an ``except`` clause that raises one in the end."""
+    lines = [line for frame, line in above if before is not None and frame is before.tb_frame]
+    if before is None or not lines:
+        return False
+    try:
+        tree = ast.parse("".join(linecache.getlines(before.tb_frame.f_code.co_filename)))
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    at, line = before.tb_lineno, lines[-1]
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            if node.lineno <= line < node.body[0].lineno and _within(at, [node, *node.body]):
+                return True
+        elif isinstance(node, ast.Try):
+            handlers = [one.body for one in node.handlers]
+            if _within(line, node.finalbody) and any(_within(at, one) for one in [node.body, node.orelse, *handlers]):
+                return True
+            if _within(at, node.body) and any(_within(line, e) and isinstance(e[-1], ast.Raise) for e in handlers):
+                return True
+    return False
+
+
+def _within(line: int, body: "Sequence[Any]") -> bool:
+    return bool(body) and body[0].lineno <= line <= getattr(body[-1], "end_lineno", body[-1].lineno)  # Python 3.8
 
 
 def _members(error: BaseException) -> "Tuple[BaseException, ...]":
