@@ -43,3 +43,36 @@ def test_the_few_bytes_that_an_inspection_causes_are_no_activity() -> None:
         assert second("/dev/zero 4096") > 4096
         assert events[-1] is False
         process.stdin.close()
+
+
+LOADER = """
+import subprocess, sys, threading
+def load():
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=0, stdout=1)
+    child.wait()
+thread = threading.Thread(target=load)
+thread.start()
+thread.join()
+"""
+
+
+def test_processes_that_another_thread_has_started_count() -> None:
+    now = [1000.0]
+    events: list[object] = []
+    command = [sys.executable, "-c", LOADER, READER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        watched = Signs(lambda _, data: events.append(data["quiet_s"]), lambda: now[0])
+        watched.follow(0, process.pid)
+        for _ in range(4 * int(QUIET_S)):
+            process.stdin.write(b"/dev/zero 4096\n")
+            process.stdout.readline()
+            now[0] += 1.0
+            watched.sample()
+        assert events == []
+        for _ in range(int(QUIET_S) + 1):
+            now[0] += 1.0
+            watched.sample()
+        assert events[0] == QUIET_S
+        process.stdin.close()

@@ -9,6 +9,8 @@ MYPY = False
 if MYPY:
     from typing import Any, Callable, Dict, List, Optional, Tuple
 
+    _Use = Tuple[float, int]  # CPU seconds; bytes read and written
+
 INTERVAL_S = 1.0
 QUIET_S = 3.0  # a rank without signs of activity for this long is reported
 # Share of a core that counts as activity: a rank that waits in a collective of gloo uses less than 1 %, one that
@@ -24,8 +26,8 @@ class _Rank:
     def __init__(self, pid: int, now: float) -> None:
         self.pid = pid
         self.moved = now  # when it last showed activity, monotonic
-        self.cpu_s: "Optional[float]" = None
-        self.transferred = 0  # bytes
+        self.used: "Dict[int, _Use]" = {}  # by pid, of the rank and the processes below it; {}: not read yet
+        self.of_threads: "List[int]" = []  # processes that other threads than the main one have started
         self.recent = (0.0, 0)  # share of a core and bytes since the sample before
         self.reported: "Optional[str]" = None  # the state that was reported with `quiet`; None: active
 
@@ -64,19 +66,22 @@ class Signs:
     def sample(self) -> None:
         """Read the signs of every rank and report changes."""
         now = self._clock()
-        elapsed, self._sampled = now - self._sampled, now
+        before, self._sampled = self._sampled, now
+        elapsed = now - before
         for rank, seen in self._ranks.items():
-            state, cpu_s, transferred = _read(seen.pid)
+            if seen.moved < before:  # nothing moved between the last two samples
+                seen.of_threads = _of_threads(seen.pid)
+            state, used = _read(seen.pid, seen.of_threads)
             if state is None:
                 continue  # it has just ended
-            if seen.cpu_s is None or elapsed > 3 * INTERVAL_S:  # first sample, or this process was suspended
+            if not seen.used or elapsed > 3 * INTERVAL_S:  # first sample, or this process was suspended
                 seen.moved = max(seen.moved, now - INTERVAL_S)
             else:
-                moved = transferred - seen.transferred
-                seen.recent = ((cpu_s - seen.cpu_s) / elapsed, moved if abs(moved) > _FEW else 0)
+                cpu_s, moved = (sum(used[pid][i] - seen.used.get(pid, (0, 0))[i] for pid in used) for i in (0, 1))
+                seen.recent = (cpu_s / elapsed, int(moved) if moved > _FEW else 0)
                 if seen.recent[0] > _ACTIVE or seen.recent[1]:
                     seen.moved = now
-            seen.cpu_s, seen.transferred = cpu_s, transferred
+            seen.used = used
             quiet_s = now - seen.moved
             shown = state if quiet_s >= QUIET_S else None
             if shown != seen.reported:
@@ -93,20 +98,21 @@ def load() -> "Optional[float]":
         return None
 
 
-def _read(pid: int) -> "Tuple[Optional[str], float, int]":
-    """Return state, CPU seconds and bytes read and written of a rank with the processes below it (main threads').
+def _read(pid: int, of_threads: "List[int]") -> "Tuple[Optional[str], Dict[int, _Use]]":
+    """Return the state of a rank, and what it and each process below it (main threads' and ``of_threads``) have used.
 
-    Those of a compiler that the rank has started count, too. A sum may decrease when a child ends; the parent then has
-    its CPU time.
+    A compiler that the rank has started counts, too.
     """
     state, cpu_s, transferred = _read_one(pid)
-    below = children(pid)
+    used = {pid: (cpu_s, transferred)}
+    below = children(pid) + of_threads
     for child in below:  # which grows
-        _, child_cpu_s, child_transferred = _read_one(child)
-        cpu_s += child_cpu_s
-        transferred += child_transferred
-        below += children(child)[: max(0, _CHILDREN - len(below))]
-    return state, cpu_s, transferred
+        if child not in used:
+            found, cpu_s, transferred = _read_one(child)
+            if found is not None:
+                used[child] = (cpu_s, transferred)
+            below += children(child)[: max(0, _CHILDREN - len(below))]
+    return state, used
 
 
 def _read_one(pid: int) -> "Tuple[Optional[str], float, int]":
@@ -121,9 +127,20 @@ def _read_one(pid: int) -> "Tuple[Optional[str], float, int]":
     return found.state, found.cpu_s, transferred
 
 
-def children(pid: int) -> "List[int]":
-    """Return the processes that the main thread of a process has started."""
+def children(pid: int, thread: "Optional[int]" = None) -> "List[int]":
+    """Return the processes that a thread of a process has started; default: the main thread."""
     try:
-        return [int(word) for word in proc.read("/proc/%d/task/%d/children" % (pid, pid), 4096).split()[:_CHILDREN]]
+        text = proc.read("/proc/%d/task/%d/children" % (pid, thread or pid), 4096)
+        return [int(word) for word in text.split()[:_CHILDREN]]
     except (OSError, ValueError):
         return []  # a kernel without CONFIG_PROC_CHILDREN
+
+
+def _of_threads(pid: int) -> "List[int]":
+    """Return the processes that other threads of a process have started: of a pool, of a thread that loads data."""
+    try:
+        threads = os.listdir("/proc/%d/task" % pid)
+    except OSError:
+        return []
+    found = [child for thread in threads if thread != str(pid) for child in children(pid, int(thread))]
+    return found[:_CHILDREN]
