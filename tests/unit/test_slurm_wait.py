@@ -54,5 +54,5 @@ def test_when_the_wait_is_over_a_failed_query_is_the_reason(log: Path) -> None:
 
 def test_the_wait_for_a_held_job_is_limited(log: Path) -> None:
     (log.parent / "squeue").write_text(HELD)
-    with pytest.raises(NotFree, match="^not free within 0s: Slurm job 5 is resv_del_hold$"):
+    with pytest.raises(NotFree, match=r"^not free within 0s: Slurm job 5 is resv_del_hold$"):
         wait(0.0, []).run()

@@ -110,17 +110,36 @@ def test_the_interpreter_is_python_then_that_of_the_environment_then_of_path(tmp
 
 @pytest.mark.parametrize("how", ["is killed by signal: Bus error.", "was killed by SIGBUS"])
 def test_a_process_without_shared_memory_shows_how_full_it_is(how: str) -> None:
-    assert (evidence.child_death(f"worker (pid 7) {how}", {}) or "").startswith("/dev/shm: ")
+    assert (evidence.child_death(f"worker (pid 7) {how}", evidence.KilledForMemory()) or "").startswith("/dev/shm: ")
 
 
-def test_no_evidence_without_a_kill() -> None:
-    assert evidence.oom_text(os.getpid(), evidence.oom_counts()) is None
-    before = {folder: count - 1 for folder, count in evidence.oom_counts().items()}
-    for text in (
-        "Command 'x' died with <Signals.SIGKILL: 9>.",
+def test_evidence_of_a_kill_for_memory_since_the_start(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text("3,1,1000,-;Out of memory: Killed process 999999998 (python3)\n")
+    seen = evidence.KilledForMemory(str(log))
+    deaths = (
         "DataLoader worker (pid 999999999) is killed by signal: Killed.",
         "Connection reset by peer a process of this rank (pid 999999999) was killed by SIGKILL",
+    )
+    unnamed = (
+        "Command 'x' died with <Signals.SIGKILL: 9>.",
         "process 0 terminated with signal SIGKILL",
         "A process in the process pool was terminated abruptly while the future was running or pending.",
-    ):
-        assert (evidence.child_death(text, before) or "").startswith("out of memory: ") == bool(before)
+    )
+    assert [evidence.child_death(text, seen) for text in (*deaths, *unnamed)] == [None] * 5
+    with log.open("a") as file:
+        file.write("6,2,2000,-;oom-kill:constraint=CONSTRAINT_MEMCG,task=python3,pid=999999999,uid=0\n")
+    assert seen.evidence(999999998) is None, "that was another process"
+    for text in deaths:
+        assert (evidence.child_death(text, seen) or "").startswith("out of memory: kernel: oom-kill:constraint")
+
+
+def test_the_nearest_cgroup_decides_about_a_kill_for_memory(tmp_path: Path) -> None:
+    for folder in (job := tmp_path / "job", tmp_path):
+        folder.mkdir(exist_ok=True)
+        (folder / "memory.events").write_text("oom 0\noom_kill 0\n")
+    seen = evidence.KilledForMemory(str(tmp_path / "no log"), [str(job / "rank"), str(job), str(tmp_path)])
+    (tmp_path / "memory.events").write_text("oom 1\noom_kill 1\n")
+    assert seen.evidence(7) is None, "another job's process was killed"
+    (job / "memory.events").write_text("oom 1\noom_kill 1\n")
+    assert seen.evidence(7) == f"{job}: oom_kill 0 -> 1"

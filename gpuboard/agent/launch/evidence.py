@@ -8,10 +8,11 @@ from gpuboard.agent.launch.rank.traceback_text import last_traceback
 
 MYPY = False
 if MYPY:
-    from typing import Dict, List, Optional
+    from typing import Dict, List, Optional, Tuple
 
 _RECORD = 2**20  # bytes that are read of one file
 _MIB = 2.0**20
+_KILLED = re.compile(r"[Oo]ut of memory: Killed process (\d+) |oom-kill:.*[,=]pid=(\d+)\b")
 
 
 def recorded(path: str) -> "Optional[str]":
@@ -30,7 +31,7 @@ def recorded(path: str) -> "Optional[str]":
     return kind + (": " + text if text else "") + (" at %s:%s" % place[:2] if place[0] else "")
 
 
-def child_death(text: str, oom_before: "Dict[str, int]") -> "Optional[str]":
+def child_death(text: str, killed_for_memory: "KilledForMemory") -> "Optional[str]":
     """Return evidence for an exception about the death of a process of the rank: torch's DataLoader or subprocess
     reports one, the latter without a pid."""
     if re.search(
@@ -42,7 +43,7 @@ def child_death(text: str, oom_before: "Dict[str, int]") -> "Optional[str]":
         r"process pool was terminated abruptly|terminated with signal SIGKILL",
         text,
     )
-    oom = oom_text(int(killed.group(1) or 0), oom_before) if killed else None
+    oom = killed_for_memory.evidence(int(killed.group(1) or 0)) if killed else None
     return None if oom is None else "out of memory: " + oom
 
 
@@ -56,18 +57,61 @@ def shared_memory() -> "Optional[str]":
     return "/dev/shm: %.0f of %.0f MiB in use" % (size - free, size)
 
 
-def oom_counts() -> "Dict[str, int]":
-    """Return oom_kill of this process's cgroup and of its ancestors, by folder; unreadable ones are left out.
+class KilledForMemory:
+    """Evidence that processes were killed for memory since this was created: the kernel's log and the cgroup's counter.
 
-    cgroup v2 counts in memory.events (kernel: Documentation/admin-guide/cgroup-v2.rst), v1 in memory.oom_control.
+    ``log``: the log's file, a record a line, which may be unreadable. ``folders``: the cgroup and its ancestors.
     """
-    found: "Dict[str, int]" = {}
-    for folder in cgroups("memory"):
+
+    def __init__(self, log: str = "/dev/kmsg", folders: "Optional[List[str]]" = None) -> None:
+        self._folders = cgroups("memory") if folders is None else folders
+        self._before = _oom_kills(self._folders)
+        self._killed: "Dict[int, str]" = {}  # by pid, the record
+        self._log = -1
+        try:
+            self._log = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(self._log, 0, os.SEEK_END)  # earlier ones may have the pid of another process
+        except OSError:
+            pass
+
+    def evidence(self, pid: int) -> "Optional[str]":
+        """Return the evidence that ``pid`` was killed for memory, or None."""
+        self._read_log()
+        if pid in self._killed:
+            return "kernel: " + self._killed[pid]
+        before, now = self._before, _oom_kills(self._folders)
+        if before is None or now is None or now[1] <= before[1]:
+            return None
+        return "%s: oom_kill %d -> %d" % (now[0], before[1], now[1])
+
+    def _read_log(self) -> None:
+        while self._log >= 0:
+            try:
+                data = os.read(self._log, 8192).decode("utf-8", "replace")
+            except BrokenPipeError:
+                continue  # records were overwritten meanwhile: continue with the oldest left
+            except OSError:  # EAGAIN: read to the end
+                return
+            if not data:
+                return
+            for record in data.splitlines():
+                found = _KILLED.search(record)
+                if found:
+                    self._killed[int(found.group(1) or found.group(2))] = record.partition(";")[2]
+
+
+def _oom_kills(folders: "List[str]") -> "Optional[Tuple[str, int]]":
+    """Return the first folder that counts kills for memory, and its count; None without one.
+
+    The folders above it also count the kills of other jobs. cgroup v2 counts in memory.events (kernel:
+    Documentation/admin-guide/cgroup-v2.rst), v1 in memory.oom_control.
+    """
+    for folder in folders:
         for name in ("memory.events", "memory.oom_control"):
             count = _count(os.path.join(folder, name))
             if count is not None:
-                found[folder] = count
-    return found
+                return folder, count
+    return None
 
 
 def cgroups(controller: str) -> "List[str]":
@@ -94,19 +138,6 @@ def cgroups(controller: str) -> "List[str]":
     return found
 
 
-def oom_text(pid: int, before: "Dict[str, int]") -> "Optional[str]":
-    """Return the evidence that ``pid`` was killed for memory, or None."""
-    kernel = _kernel_line(pid)
-    if kernel:
-        return "kernel: " + kernel
-    now = oom_counts()
-    grown = sorted((folder for folder in now if now[folder] > before.get(folder, 0)), key=len)
-    if grown:
-        folder = grown[-1]  # v2 also counts in the ancestors: the deepest one has the limit
-        return "%s: oom_kill %d -> %d" % (folder, before.get(folder, 0), now[folder])
-    return None
-
-
 def _count(path: str) -> "Optional[int]":
     try:
         with open(path) as file:
@@ -114,26 +145,3 @@ def _count(path: str) -> "Optional[int]":
     except OSError:
         return None
     return int(found.group(1)) if found else None
-
-
-def _kernel_line(pid: int) -> "Optional[str]":
-    """Return the kernel's message about killing ``pid`` for memory, if this user may read the log."""
-    try:
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    found = None
-    pattern = re.compile(r"[Oo]ut of memory: Killed process %d |oom-kill:.*[,=]pid=%d\b" % (pid, pid))
-    try:
-        while True:
-            try:
-                record = os.read(fd, 8192).decode("utf-8", "replace")
-            except BrokenPipeError:
-                continue  # records were overwritten meanwhile: continue with the oldest left
-            text = record.partition(";")[2].partition("\n")[0]
-            if pattern.search(text):
-                found = text
-    except OSError:  # EAGAIN: read to the end
-        return found
-    finally:
-        os.close(fd)

@@ -49,7 +49,7 @@ class WorkerGroup:
         self._stdin: "Optional[Stdin]" = None  # of the rank that gets input
         self._paused = False
         self._flushing = False
-        self._oom_before: "Dict[str, int]" = {}
+        self._killed_for_memory = evidence.KilledForMemory()
         self.signs = Signs(emit)
         self._scratch = scratch.create(config)
 
@@ -78,7 +78,6 @@ class WorkerGroup:
 
         Raises CallRefused.
         """
-        self._oom_before = evidence.oom_counts()
         config, target = self._config, self._config["target"]
         shown = [*(["-m"] if target["kind"] == "module" else []), target["name"], *target["args"]]
         for rank in config["ranks"]:
@@ -218,7 +217,7 @@ class WorkerGroup:
                 self._emit("joined", {"rank": child.rank})
             elif kind == "raised":
                 note = message.get("note")
-                found = evidence.child_death("%s %s" % (message.get("message"), note), self._oom_before)
+                found = evidence.child_death("%s %s" % (message.get("message"), note), self._killed_for_memory)
                 if found is not None:
                     message["note"] = "%s, %s" % (note, found) if note else found
                 self._emit("raised", dict(message, rank=child.rank))
@@ -302,7 +301,7 @@ class WorkerGroup:
                 "rank": child.rank,
                 "code": status if status >= 0 else None,
                 "signal": -status if status < 0 else None,
-                "oom": evidence.oom_text(child.pid, self._oom_before) if killed else None,
+                "oom": self._killed_for_memory.evidence(child.pid) if killed else None,
                 "evidence": found,
                 "ran_s": round(time.monotonic() - child.started, 3),
                 "joined": child.joined,
