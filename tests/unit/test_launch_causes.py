@@ -110,6 +110,11 @@ Extension modules: numpy.core._multiarray_umath, torch._C (total: 20)
             "last error on stderr: RuntimeError: An attempt has been made to start a new process before the "
             "current process has finished its bootstrapping phase. at /exp/train.py:12",
         ),
+        (
+            TRACEBACK + 'Traceback (most recent call last):\n  File "/exp/a.py", line 3, in f\n    assert x\n'
+            "AssertionError\nSynced 5 files",
+            "last error on stderr: AssertionError at /exp/a.py:3",
+        ),
         (TRACEBACK + "train failed, see the docs", "last error on stderr: tool.Boom: no at /exp/train.py:30"),
         (
             TRACEBACK + CUDA,

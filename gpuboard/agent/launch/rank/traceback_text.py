@@ -11,7 +11,7 @@ if MYPY:
 
 _HEADER = re.compile(r"^[ |+]*(?:Exception Group )?Traceback \(most recent call last\):$|Original Traceback .*:$", re.M)
 _FRAME = re.compile(r' +File "(.+)", line (\d+)(?:, in (.+))?$')
-_RAISED = re.compile(r"([^\W\d][\w.<>]*)(?:: (.*))?$", re.S)
+_RAISED = re.compile(r"([^\W\d][\w.<>]*)(?:: (.*)|(?=\n|$))", re.S)
 _GROUP = re.compile(r"^ *[|] ?", re.M)  # the margin of an exception group
 _LIBRARIES = tuple({sysconfig.get_path(key) + "/" for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.]\d+/")
@@ -44,7 +44,7 @@ def last_traceback(text: str) -> "Optional[Tuple[str, str, Place]]":
                 frames.append((frame.group(1), int(frame.group(2)), frame.group(3)))
             elif line.strip() and not line.startswith("  "):
                 raised = _RAISED.match("\n".join(lines[at:]).rstrip())
-                if raised is None:
+                if raised is None or not (frames or raised.group(2)):  # a word alone may be other output
                     break
                 return raised.group(1), raised.group(2) or "", innermost(frames)
     return None
