@@ -22,6 +22,7 @@ from gpuboard.launch.events import (
 )
 from gpuboard.launch.failure import FailureWatch
 from gpuboard.launch.stalls.waits import rank_words
+from gpuboard.launch.target import Target
 from gpuboard.launch.timing import DEFAULT_TIMING
 from tests.unit.test_plan import planned
 
@@ -81,6 +82,13 @@ def test_what_was_ending_a_rank_weighs_more_than_a_lost_connection_after_it() ->
     )
     reset = msgspec.structs.replace(first, chain=f"{first.chain}\nOSError: Connection reset by peer")
     assert feed(watch(), Raised(1, *lost, first=reset)).cause is None, "that one is no cause either"
+
+
+def test_whether_a_program_had_an_exception_is_not_known() -> None:
+    program = msgspec.structs.replace(planned(), target=Target("program", "./train"))
+    failed = FailureWatch(program)
+    feed(failed, Exited(1, code=1))
+    assert failed.messages == ["rank 1 (gpu01:3) ended with exit code 1"]
 
 
 def test_a_lost_connection_anywhere_in_the_chain_is_one() -> None:
