@@ -242,15 +242,15 @@ class Supervisors:
         The limit counts pings, not time: while suspended this process sends none.
         """
         limit_s = self._plan.options.lost_head_s
-        for node, link in self._links.items():
+        for node, link in list(self._links.items()):  # the main thread may add one
             if link.over is not None or link.hello is None:  # connecting has a timeout of its own
                 continue
             if link.last_line >= self._pinged:
                 self._unanswered[node] = 0
             self._unanswered[node] = self._unanswered.get(node, 0) + 1
             if limit_s is not None and self._unanswered[node] > limit_s / self._timing.ping_s + 1:
-                link.close()
                 self._inbox.put(SupervisorLost(node, f"no response for {limit_s:.0f} s"))
+                link.close()
             else:
                 now, pending = time.monotonic(), link.submit("ping", {})
                 if node not in self._ping or self._ping[node][1].settled:
