@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import resource
+import select
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -72,14 +73,22 @@ def connect(serving: Serving, here: Here) -> Connect:
 
 
 def ask(connect: Connect, request: str | bytes) -> bytes:
-    """Send ``request`` and read until the server closes."""
+    """Send ``request`` and read until the server closes; each part comes within 5 s."""
     with connect() as connection:
         connection.sendall(request if isinstance(request, bytes) else request.encode("utf-8", "surrogateescape"))
         answer = b""
         with contextlib.suppress(ConnectionResetError):
-            while data := connection.recv(65536):
+            while data := received(connection):
                 answer += data
         return answer
+
+
+def received(connection: socket.socket) -> bytes:
+    """Return what comes next; b"" at the end. A busy machine has more time than 5 s."""
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
+    until(lambda: waiting.poll(500), "the server answers", timeout_s=5)
+    return connection.recv(65536)
 
 
 def get(serving: Serving, path: str, *headers: str) -> str:
