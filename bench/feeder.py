@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from gpuboard.agent.delta import Deltas
 from gpuboard.agent.simulate.gpus import Simulated
 from gpuboard.config import Settings
 from gpuboard.shellprobe.connector import NodeConnector
@@ -43,7 +44,7 @@ def serve(path: str, nodes: int) -> None:
         print("ready", flush=True)
         waiting = selectors.DefaultSelector()
         waiting.register(listener, selectors.EVENT_READ)
-        agents: dict[socket.socket, tuple[bytes, int]] = {}
+        agents: dict[socket.socket, _Agent] = {}
         seq, served = 0, False
         while agents or not served:
             due = time.time() // 1 + 1
@@ -67,41 +68,72 @@ def serve(path: str, nodes: int) -> None:
                         start = json.loads(said.split(b"\n", 1)[0])
                         number = int(start["config"]["node"].removeprefix("gpu"))
                         nonce = start["nonce"].encode()
-                        agents[agent] = (nonce, number)
+                        agents[agent] = _Agent(nonce, number)
                         served = True
-                        agent.sendall(b"".join(b"@%s%s\n" % (nonce, line) for line in lines[number][:2]))
+                        agent.sendall(b"".join(b"@%s%s\n" % (nonce, line) for line in lines[number][0]))
             seq += 1
-            for agent, (nonce, number) in agents.items():
-                body = lines[number][2 + seq % PHASES]
+            for agent, state in agents.items():
+                body, delta = lines[state.number][1 + seq % PHASES]
+                if state.whole and delta:
+                    head, body = b'"delta","of":%d' % state.whole, delta
+                else:
+                    head, state.whole = b'"reading"', seq
+                line = b'@%s{"t":%s,"seq":%d,"at":%.3f,%s\n' % (state.nonce, head, seq, time.time(), body)
                 with contextlib.suppress(OSError):  # closed: handled when it is read above
-                    agent.sendall(b'@%s{"t":"reading","seq":%d,"at":%.3f,%s\n' % (nonce, seq, time.time(), body))
+                    agent.sendall(line)
 
 
-def _lines(number: int) -> list[bytes]:
-    """Return a node's hello and static lines, and the end of the reading line for each phase."""
+class _Agent:
+    """One connection."""
+
+    def __init__(self, nonce: bytes, number: int) -> None:
+        self.nonce = nonce
+        self.number = number
+        self.whole = 0  # number of the last whole reading
+
+
+def _lines(number: int) -> list[tuple[bytes, bytes]]:
+    """Return a node's hello and static lines, then for each phase the ends of two lines.
+
+    They are those of the whole reading, and of its delta to the phase before: b"" where more than numbers has changed.
+    """
     name = f"gpu{number:04d}"
     hello = {"t": "hello", "hostname": name, "boot_id": "b", "uid": os.getuid(), "user": "root", "pid": 1}
     static: dict[str, Any] = {"t": "static", "driver": "580.95", "cuda": "13.0", "source": "simulated"}
     static["gpus"] = _node(number, 0).statics()
-    found = [json.dumps({**hello, "python": "3.11.7"}).encode(), json.dumps(static).encode()]
-    for phase in range(PHASES):
-        gpus = _node(number, phase).readings(time.time(), lambda _: None)
-        reading = {
-            "interval_s": 1.0,
-            "gpus": gpus,
-            "claims": [_claim(name, number, phase)] if number % 4 == 0 else [],
-            "cpu_percent": 10.0 + phase,
-            "memory_used": (64 + phase) * GIB,
-            "memory_total": 512 * GIB,
-        }
-        for place, gpu in enumerate(gpus):
-            gpu["temperature"] += (phase + place) % 3
-            gpu["power"] = round(gpu["power"] + phase, 1)
-            gpu["utilization"] = max(0, gpu["utilization"] - phase) if gpu["processes"] else 0
-            for process in gpu["processes"]:
-                process["started"] = 1.7e9 + 1000 * place
-        found.append(json.dumps(reading, separators=(",", ":")).encode()[1:])
+    found = [(json.dumps({**hello, "python": "3.11.7"}).encode(), json.dumps(static).encode())]
+    readings = [_reading(name, number, phase) for phase in range(PHASES)]
+    for before, reading in zip([readings[-1], *readings], readings, strict=False):
+        deltas = Deltas()
+        deltas.shortened(before)
+        delta = deltas.shortened(reading)
+        found.append((_end(reading), b"" if delta is reading else _end(delta)))
     return found
+
+
+def _reading(name: str, number: int, phase: int) -> dict[str, Any]:
+    gpus = _node(number, phase).readings(time.time(), lambda _: None)
+    for place, gpu in enumerate(gpus):
+        gpu["temperature"] += (phase + place) % 3
+        gpu["power"] = round(gpu["power"] + phase, 1)
+        gpu["utilization"] = max(0, gpu["utilization"] - phase) if gpu["processes"] else 0
+        for process in gpu["processes"]:
+            process["started"] = 1.7e9 + 1000 * place
+    return {
+        "seq": phase,
+        "interval_s": 1.0,
+        "gpus": gpus,
+        "claims": [_claim(name, number, phase)] if number % 4 == 0 else [],
+        "cpu_percent": 10.0 + phase,
+        "memory_used": (64 + phase) * GIB,
+        "memory_total": 512 * GIB,
+    }
+
+
+def _end(message: dict[str, Any]) -> bytes:
+    """Return a message as JSON, without the keys that `serve` writes."""
+    left = {key: value for key, value in message.items() if key not in {"t", "seq", "of"}}
+    return json.dumps(left, separators=(",", ":")).encode()[1:]
 
 
 def _node(number: int, phase: int) -> Simulated:

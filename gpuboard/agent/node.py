@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-from gpuboard.agent import protocol
+from gpuboard.agent import delta, protocol
 from gpuboard.agent.event_loop import IN, OUT, poll
 from gpuboard.agent.nvml import monitor as probes
 from gpuboard.agent.nvml import terms
@@ -69,6 +69,7 @@ class _Node:
         self.host = probe.host if simulated else proc.Host()
         self.traffic = None if simulated else traffic.Traffic()
         self.seq = 0
+        self.deltas = delta.Deltas() if config.get("deltas") else None
         self.sent_version = 0
         self.sent_done = 0  # the pass whose values were sent last
         self.sent_at = time.monotonic()
@@ -248,7 +249,7 @@ class _Node:
         message.update(host)
         if self.traffic is not None:
             message.update(self.traffic.reading())
-        self.channel.send(message)
+        self.channel.send(self.deltas.shortened(message) if self.deltas else message)
 
     def _with_loads(self, gpu: "Dict[str, Any]") -> "Dict[str, Any]":
         percents = gpu.pop("sm_percents", {})

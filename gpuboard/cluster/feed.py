@@ -17,7 +17,7 @@ from gpuboard.cluster.snapshot.views import NodeFacts, inert_static
 from gpuboard.cluster.timing import TIMING, FleetTiming
 from gpuboard.errors import ConfigError
 from gpuboard.model.gpu import GpuStatic
-from gpuboard.model.reading import Event, Hello, Reading, Static, shared
+from gpuboard.model.reading import Hello, Pushed, Reading, ReadingDelta, Static, applied, shared
 from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory
 from gpuboard.shellprobe.connector import NodeConnector
 from gpuboard.transport import limits
@@ -80,6 +80,7 @@ class NodeFeed:
         self._route = Route()  # the one taken last
         self._known_as = ""  # its name in the scheduler, for routes through jobs
         self._number = 0  # of the current link: messages of earlier ones are dropped
+        self._whole = (0, 0)  # link and number of the reading to which a delta can refer
         self._replace_known = False  # the next list may be confined to a job: GPUs that it lacks are not lost
         self._rebooted = False  # since the list before: other GPUs may be in its slots
         self._no_python: TransportError | None = None
@@ -102,6 +103,7 @@ class NodeFeed:
             "simulate": node.simulate,
             "now": True,
             "job": node.job,
+            "deltas": True,
         }
 
     @property
@@ -226,8 +228,8 @@ class NodeFeed:
             self.link.close()
             self.link = None
 
-    def _message(self, number: int, message: Hello | Static | Reading | Event) -> None:
-        if type(message) is Reading:  # nearly all; isinstance costs more
+    def _message(self, number: int, message: Pushed) -> None:
+        if type(message) is ReadingDelta or type(message) is Reading:  # nearly all; isinstance costs more
             self._reading(number, message)
             return
         listed = 0
@@ -253,14 +255,18 @@ class NodeFeed:
         if listed > limits.GPUS:
             raise limits.Exceeded(f"listed {listed} different GPUs so far; at most {limits.GPUS} are accepted")
 
-    def _reading(self, number: int, reading: Reading) -> None:
+    def _reading(self, number: int, message: Reading | ReadingDelta) -> None:
         now = time.monotonic()
         with self._lock:
             if number != self._number:
                 return
             self._waiting = False
             old = self.facts
-            reading, steady = shared(reading, old.reading)
+            if isinstance(message, ReadingDelta):
+                reading, steady = self._applied(message), True
+            else:
+                reading, steady = shared(message, old.reading)
+                self._whole = (number, message.seq)
             if not steady or self._rests_on_memory:
                 thresholds = self._thresholds
                 self._busy = [gpu.uuid for gpu in reading.gpus if gpu.processes is None or counted(gpu, thresholds)]
@@ -293,6 +299,13 @@ class NodeFeed:
                 narrow=self._narrow,
             )
         self._changed()
+
+    def _applied(self, delta: ReadingDelta) -> Reading:
+        """Return the reading that a delta describes. Raises limits.Exceeded for one that fits no earlier reading."""
+        old = self.facts.reading
+        if old is None or self._whole != (self._number, delta.of) or len(old.gpus) != len(delta.gpus):
+            raise limits.Exceeded(f"sent changes to reading {delta.of}, which is not its last one")
+        return applied(delta, old)
 
     def _ended(self, number: int, error: TransportError) -> None:
         now = time.monotonic()

@@ -17,7 +17,7 @@ from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.stalls.evidence import Inspection, RankEvidence
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
-from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.model.reading import Event, Pushed
 from gpuboard.model.replies import Done, Malformed
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.connector import Connector
@@ -263,7 +263,7 @@ class Supervisors:
         self.regulate()
 
     def _open(self, node: str, config: dict[str, Any]) -> AgentLink:
-        def listener(message: Hello | Static | Reading | Event) -> None:
+        def listener(message: Pushed) -> None:
             if not isinstance(message, Event):
                 return
             try:

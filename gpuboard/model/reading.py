@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
-from gpuboard.model.gpu import Count, GpuReading, GpuStatic, Number
+from gpuboard.model.gpu import Count, GpuReading, GpuStatic, Load, Number, Sensors
 
 
 class ClaimHolder(msgspec.Struct, frozen=True, gc=False):
@@ -82,6 +82,65 @@ class Reading(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reading
     net_sent: Number | None = None
 
 
+class GpuNumbers(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What changes of a GPU at nearly every reading; as in ``GpuReading``."""
+
+    memory_used: Count | None = None
+    utilization: Count | None = None
+    temperature: Count | None = None
+    power: Number | None = None
+    pcie_generation: Count | None = None
+    sensors: Sensors | None = None
+    loads: list[Load] = []
+
+
+class ReadingDelta(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="delta"):
+    """A reading that differs from the reading ``of`` in numbers and claims alone."""
+
+    seq: Count
+    of: Count  # the ``seq`` of the last whole reading
+    at: Number
+    gpus: list[GpuNumbers] = []  # in the order of that reading
+    claims: list[Claim] = []
+    cpu_percent: Number | None = None
+    memory_used: Count | None = None
+    memory_total: Count | None = None
+    load1: Number | None = None
+    net_received: Number | None = None
+    net_sent: Number | None = None
+
+
+def applied(delta: ReadingDelta, old: Reading) -> Reading:
+    """Return the reading that a delta describes; ``old`` is of the same connection, and has as many GPUs."""
+    return replace(
+        old,
+        seq=delta.seq,
+        at=delta.at,
+        gpus=[_moved(gpu, numbers) for gpu, numbers in zip(old.gpus, delta.gpus, strict=True)],
+        claims=delta.claims,
+        cpu_percent=delta.cpu_percent,
+        memory_used=delta.memory_used,
+        memory_total=delta.memory_total,
+        load1=delta.load1,
+        net_received=delta.net_received,
+        net_sent=delta.net_sent,
+    )
+
+
+def _moved(gpu: GpuReading, numbers: GpuReading | GpuNumbers) -> GpuReading:
+    """Return a GPU's reading with other numbers."""
+    return replace(
+        gpu,
+        memory_used=numbers.memory_used,
+        utilization=numbers.utilization,
+        temperature=numbers.temperature,
+        power=numbers.power,
+        pcie_generation=numbers.pcie_generation,
+        sensors=numbers.sensors,
+        loads=numbers.loads,
+    )
+
+
 def shared(new: Reading, old: Reading | None) -> tuple[Reading, bool]:
     """Return a reading equal to ``new`` that shares with ``old`` the parts of GPUs in which only numbers have changed.
 
@@ -94,16 +153,7 @@ def shared(new: Reading, old: Reading | None) -> tuple[Reading, bool]:
         return new, False
     gpus, steady = [], True
     for gpu, before in zip(new.gpus, old.gpus, strict=True):
-        moved = replace(
-            before,
-            memory_used=gpu.memory_used,
-            utilization=gpu.utilization,
-            temperature=gpu.temperature,
-            power=gpu.power,
-            pcie_generation=gpu.pcie_generation,
-            sensors=gpu.sensors,
-            loads=gpu.loads,
-        )
+        moved = _moved(before, gpu)
         if moved == gpu:
             gpus.append(moved)
         else:
@@ -135,4 +185,5 @@ class Event(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="event"):
     data: msgspec.Raw = msgspec.Raw(b"null")
 
 
-Message = Hello | Static | Reading | Reply | Event
+Pushed = Hello | Static | Reading | ReadingDelta | Event  # sent without a call
+Message = Pushed | Reply

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from gpuboard.model.decoding import json_decoder
-from gpuboard.model.reading import Reading, Reply, Static
+from gpuboard.model.reading import Reading, ReadingDelta, Reply, Static
 from gpuboard.transport.base import TransportError
 
 GPUS = 256
@@ -25,6 +25,7 @@ MESSAGE = 1024 * 1024  # bytes of a message that is neither reading nor reply
 RATE, BURST = 6 * 1024 * 1024, 20 * 1024 * 1024
 PIECE, DECODED = 16 * 1024, 16 * 1024  # charged for each chunk received and each message decoded: small ones cost CPU
 
+_LIST = ord("[")  # begins the numbers of a GPU in a delta
 _LARGE = 256 * 1024  # bytes of a line; the lists of longer ones are counted before objects are created
 
 
@@ -39,8 +40,19 @@ class _GpuOutline(msgspec.Struct, gc=False):
     mig: list[msgspec.Raw] | None = None
 
 
+class _NumbersOutline(msgspec.Struct, gc=False, array_like=True):
+    memory_used: msgspec.Raw = msgspec.Raw()
+    utilization: msgspec.Raw = msgspec.Raw()
+    temperature: msgspec.Raw = msgspec.Raw()
+    power: msgspec.Raw = msgspec.Raw()
+    pcie_generation: msgspec.Raw = msgspec.Raw()
+    sensors: msgspec.Raw = msgspec.Raw()
+    loads: list[msgspec.Raw] = []
+
+
 _outline = json_decoder(_Outline)
 _gpu_outline = json_decoder(_GpuOutline)
+_numbers_outline = json_decoder(_NumbersOutline)
 
 
 class Exceeded(TransportError):
@@ -73,14 +85,22 @@ def check_line(line: memoryview) -> None:
         found = _outline.decode(line)
         _at_most(GPUS, len(found.gpus), "GPUs")
         _at_most(CLAIMS, len(found.claims), "claims")
-        for gpu in map(_gpu_outline.decode, found.gpus):
+        for raw in found.gpus:
+            if memoryview(raw)[0] == _LIST:  # of a delta
+                _at_most(PROCESSES, len(_numbers_outline.decode(raw).loads), "processes")
+                continue
+            gpu = _gpu_outline.decode(raw)
             _at_most(PROCESSES, max(len(gpu.processes or ()), len(gpu.loads)), "processes")
             _at_most(MIG_DEVICES, len(gpu.mig or ()), "MIG devices of a GPU")
 
 
 def check_message(message: object, size: int) -> None:
     """Raise Exceeded for a message with longer lists than any node has; ``size``: bytes of its line."""
-    if type(message) is Reading:
+    if type(message) is ReadingDelta:
+        _at_most(GPUS, len(message.gpus), "GPUs")
+        _at_most(CLAIMS, len(message.claims), "claims")
+        _at_most(PROCESSES, sum(len(gpu.loads) for gpu in message.gpus), "processes")
+    elif type(message) is Reading:
         _at_most(GPUS, len(message.gpus), "GPUs")
         _at_most(CLAIMS, len(message.claims), "claims")
         processes = loads = devices = 0

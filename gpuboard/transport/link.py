@@ -17,7 +17,7 @@ import msgspec
 
 from gpuboard.model import replies
 from gpuboard.model.decoding import json_decoder
-from gpuboard.model.reading import Event, Hello, Message, Reading, Reply, Static
+from gpuboard.model.reading import Event, Hello, Message, Pushed, Reply
 from gpuboard.model.text import clean
 from gpuboard.transport import limits
 from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportError
@@ -27,7 +27,7 @@ LINE_LIMIT = 4 * 1024 * 1024  # bytes of one protocol line
 _STDERR_KEPT = 65536
 
 T = TypeVar("T")
-Listener = Callable[[Hello | Static | Reading | Event], None]
+Listener = Callable[[Pushed], None]
 
 _decoder = json_decoder(Message)
 _encoder = msgspec.json.Encoder()
@@ -193,7 +193,8 @@ class AgentLink(Link):
         self.stderr = ""  # the end of what the agent wrote to its fds 1 and 2
         self._budget = limits.Budget() if role == "node" else None  # the output of ranks has no such limit
         self._prefix = b"@" + nonce.encode()
-        self._reading = self._prefix + b'{"t":"reading"'
+        self._whole = self._prefix + b'{"t":"reading"'
+        self._delta = self._prefix + b'{"t":"delta"'
         self._buffer = bytearray()
         self._scanned = 0  # bytes of the buffer known to hold no line end
         self._noise = 0
@@ -241,9 +242,15 @@ class AgentLink(Link):
         for line, after in zip(lines, [*lines[1:], b""], strict=True):
             if self._over is not None:
                 return
-            if not (after.startswith(self._reading) and line.startswith(self._reading)):  # else a newer one follows
+            if not self._outdated(line, after):
                 self._line(line)
         self._check_length()
+
+    def _outdated(self, line: bytes, after: bytes) -> bool:
+        """Return whether a reading is followed by one that does not refer to it; a delta refers to a whole reading."""
+        if after.startswith(self._delta):
+            return line.startswith(self._delta)
+        return after.startswith(self._whole) and line.startswith((self._whole, self._delta))
 
     def ended(self, error: TransportError) -> None:
         """Handle the end of the transport's channel."""

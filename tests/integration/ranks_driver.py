@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.model.reading import Event, Pushed
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.connector import LocalTransport
 from gpuboard.transport.link import AgentLink
@@ -79,7 +79,7 @@ class Node:
         self.link.close()
         self._transport.close()
 
-    def _listen(self, message: Hello | Static | Reading | Event) -> None:
+    def _listen(self, message: Pushed) -> None:
         if isinstance(message, Event):
             with self._changed:
                 self.events.append((message.kind, msgspec.json.decode(message.data)))

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from gpuboard.model.gpu import GpuReading, GpuStatic, Sensors
-from gpuboard.model.reading import Reading
+from gpuboard.model.reading import Reading, ReadingDelta, applied
 from tests import nvml
 from tests.agent import Agent, still_there
 from tests.nodes import old_python
@@ -568,3 +568,25 @@ def test_what_is_printed_in_the_agent_travels_as_an_event(script: Path) -> None:
         while not agent.events:
             agent.message()
     assert agent.events == [("stderr", {"text": "a library says hello\n"})]
+
+
+def test_a_client_that_asks_for_deltas_gets_numbers_until_more_than_those_changes(script: Path) -> None:
+    write_script(script, [Gpu(used=2 * GIB, utilization=10), Gpu(utilization=20)])
+    with Agent(script, interval_s=0.1, deltas=True) as agent:
+        whole = agent.reading()
+        write_script(script, [Gpu(used=3 * GIB, utilization=11), Gpu(utilization=20)])
+        while True:
+            message = agent.message()
+            if isinstance(message, Reading):  # also on a busy machine, where values arrive late
+                whole = message
+            elif isinstance(message, ReadingDelta) and message.gpus[0].utilization == 11:
+                break
+        assert message.of == whole.seq
+        assert [(gpu.uuid, gpu.utilization) for gpu in applied(message, whole).gpus] == [
+            (whole.gpus[0].uuid, 11),
+            (whole.gpus[1].uuid, 20),
+        ]
+        assert message.gpus[0].memory_used == 3 * GIB
+        write_script(script, [Gpu(used=3 * GIB, processes=(("compute", os.getpid(), GIB),)), Gpu(utilization=20)])
+        changed = agent.reading(when=lambda reading: bool(reading.gpus[0].processes))
+        assert [process.pid for process in changed.gpus[0].processes or ()] == [os.getpid()]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpuboard.agent.proc import COMMAND_LIMIT
-from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.model.reading import Hello, Pushed, Reading, Static
 from gpuboard.model.replies import Read
 from gpuboard.shellprobe.link import TIMING, ShellLink, ShellTiming
 from gpuboard.shellprobe.script import COMMAND, SCRIPT
@@ -32,7 +32,7 @@ class Recorded:
     """A link over the local transport, and its messages."""
 
     def __init__(self, *, interval_s: float | None = None, timing: ShellTiming = TIMING) -> None:
-        self.messages: list[Hello | Static | Reading | Event] = []
+        self.messages: list[Pushed] = []
         self.error: TransportError | None = None
         self.transport = LocalTransport()
         self.link = ShellLink("n1", WHY, interval_s, self.messages.append, self._ended, timing=timing)

@@ -15,9 +15,10 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.timing import TIMING
 from gpuboard.errors import ConfigError
 from gpuboard.model.gpu import GpuReading, GpuStatic
-from gpuboard.model.reading import Claim, Hello, Reading, Static
+from gpuboard.model.reading import Claim, GpuNumbers, Hello, Pushed, Reading, ReadingDelta, Static
 from gpuboard.model.state import Thresholds
 from gpuboard.transport.base import TransportError
+from gpuboard.transport.limits import Exceeded
 from gpuboard.transport.link import AgentLink
 
 HELLO = Hello("n1", "b", 1, "alice", 7, "3.11")
@@ -32,7 +33,7 @@ class Link(AgentLink):
         super().__init__("n1", "node", {}, listener, ended)
         self.route = route
 
-    def sends(self, *messages: Hello | Static | Reading) -> None:
+    def sends(self, *messages: Pushed) -> None:
         for message in messages:
             if isinstance(message, Hello):
                 self.hello = message
@@ -120,6 +121,25 @@ def test_the_last_reading_of_a_node_without_a_route_counts_until_its_claims_may_
     it.check(it.facts.arrived + TIMING.closed_s + 1)
     facts = it.facts
     assert (facts.reading, set(facts.known), facts.closed) == (None, {"GPU-a"}, True)
+
+
+def test_a_delta_counts_on_the_link_that_has_sent_the_reading(connector: FakeConnector) -> None:
+    it = feed(connector)
+    it.open()
+    first = connector.links[0]
+    first.sends(HELLO, STATIC, msgspec.structs.replace(reading(7), gpus=[GpuReading("GPU-a", power=70.0)]))
+    first.sends(ReadingDelta(8, 7, 1.0, [GpuNumbers(power=71.0)]), ReadingDelta(9, 7, 2.0, [GpuNumbers(power=72.0)]))
+    facts = it.facts
+    assert facts.reading == Reading(9, 2.0, 1.0, [GpuReading("GPU-a", power=72.0)])
+    assert facts.previous == Reading(8, 1.0, 1.0, [GpuReading("GPU-a", power=71.0)])
+    assert facts.steady
+    for delta in (ReadingDelta(10, 9, 3.0, [GpuNumbers()]), ReadingDelta(10, 7, 3.0)):
+        with pytest.raises(Exceeded, match="sent changes to reading"):
+            first.sends(delta)
+    first.drop(TransportError("lost", "reset"))
+    it.check(time.monotonic() + 1000)
+    with pytest.raises(Exceeded, match="sent changes to reading 7"):
+        connector.links[1].sends(HELLO, STATIC, ReadingDelta(10, 7, 3.0, [GpuNumbers()]))
 
 
 def test_steps_use_the_schedulers_name_of_a_node_and_ssh_uses_ours(connector: FakeConnector) -> None:

@@ -96,6 +96,9 @@ def test_a_long_line_is_counted_before_it_is_decoded() -> None:
     line = msgspec.json.encode({"t": "reading", "gpus": [{"uuid": "GPU-0", "loads": [[1, 2.0, 3]] * 30_000}]})
     with pytest.raises(Exceeded, match="30000 processes"):
         check_line(memoryview(line))
+    line = msgspec.json.encode({"t": "delta", "gpus": [[1, 2, 3, 4.0, 5, None, [[1, 2.0, 3]] * 30_000]]})
+    with pytest.raises(Exceeded, match="30000 processes"):
+        check_line(memoryview(line))
     check_line(memoryview(msgspec.json.encode({"t": "reply", "id": 1, "value": "x" * MIB})))
 
 

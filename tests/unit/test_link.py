@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.model.reading import Pushed, Reading, ReadingDelta
 from gpuboard.model.replies import Detail, Ends, Read, Touched
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.link import LINE_LIMIT, NOISE_LIMIT, AgentLink
@@ -41,7 +41,7 @@ class Setup:
     """A link over a Wire, with all its messages."""
 
     def __init__(self) -> None:
-        self.messages: list[Hello | Static | Reading | Event] = []
+        self.messages: list[Pushed] = []
         self.ends: list[TransportError] = []
         self.wire = Wire()
         self.link = AgentLink("gpu01", "node", {"node": "gpu01"}, self.messages.append, self.ends.append)
@@ -85,6 +85,17 @@ def test_the_newest_of_readings_that_arrive_together_is_decoded() -> None:
     it.link.received(b"".join(f"@{it.nonce}{json.dumps(line, separators=(',', ':'))}\n".encode() for line in lines))
     assert [message.seq for message in it.messages if isinstance(message, Reading)] == [2, 4]
     assert ticket.settled
+
+
+def test_a_delta_keeps_the_whole_reading_that_it_refers_to() -> None:
+    it = Setup()
+    lines = [HELLO, {**READING, "seq": 1}, {**READING, "seq": 2}, {"t": "delta", "seq": 3, "of": 2, "at": 3.5},
+             {"t": "delta", "seq": 4, "of": 2, "at": 4.5}, {**READING, "seq": 5}]  # fmt: skip
+    sent = [f"@{it.nonce}{json.dumps(line, separators=(',', ':'))}\n".encode() for line in lines]
+    it.link.received(b"".join(sent[:5]))
+    assert [message.seq for message in it.messages if isinstance(message, (Reading, ReadingDelta))] == [2, 4]
+    it.link.received(b"".join(sent[3:]))
+    assert [type(message).__name__ for message in it.messages[3:]] == ["Reading"]
 
 
 def test_single_bytes_count_as_a_flood() -> None:

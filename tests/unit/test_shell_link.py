@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.model.reading import Hello, Pushed, Reading, Static
 from gpuboard.shellprobe import readings
 from gpuboard.shellprobe.link import ShellLink
 from gpuboard.shellprobe.script import COMMAND, SCRIPT, Frames, MalformedFrame, ShellFrame
@@ -37,7 +37,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.written = b""
-        self.messages: list[Hello | Static | Reading | Event] = []
+        self.messages: list[Pushed] = []
         self.error: TransportError | None = None
         self.link = ShellLink("n1", "no python3", None, self.messages.append, self._ended)
         self.link.attach(self)
@@ -60,7 +60,7 @@ def transcript(listing: bytes = LISTING) -> bytes:
     return b"\n@N hello\n" + HELLO + b"\n@N end 0\n\n@N messages\n\n@N listing\n" + listing + FACTS
 
 
-def free(messages: list[Hello | Static | Reading | Event]) -> set[str]:
+def free(messages: list[Pushed]) -> set[str]:
     found = [message for message in messages if isinstance(message, Reading)]
     return {gpu.uuid for reading in found for gpu in reading.gpus if gpu.processes == [] and gpu.error is None}
 

@@ -20,7 +20,7 @@ from gpuboard.launch.preflight.check import Check
 from gpuboard.model import replies
 from gpuboard.model.decoding import from_json
 from gpuboard.model.rankmap import RankMap
-from gpuboard.model.reading import Event, Hello, Reading, Static
+from gpuboard.model.reading import Event, Pushed
 from gpuboard.model.replies import Done
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.connector import Connector
@@ -105,7 +105,7 @@ class RemoteHead:
         """End the connection."""
         self._link.close()
 
-    def _heard(self, message: Hello | Static | Reading | Event) -> None:
+    def _heard(self, message: Pushed) -> None:
         if not isinstance(message, Event):
             return
         try:
