@@ -396,13 +396,13 @@ def test_a_process_that_cannot_be_killed_is_abandoned(script: Path, freezer: Pat
         agent.reading(when=lambda r: r.gpus[1].delay_s > 0.5)
         (freezer / "cgroup.procs").write_text(str(stuck))
         (freezer / "freezer.state").write_text("FROZEN")
-        agent.reading(when=lambda r: [g.delay_s > 0 for g in r.gpus] == [False, True, False])
+        agent.reading(when=lambda r: r.gpus[1].delay_s > 2 + max(r.gpus[0].delay_s, r.gpus[2].delay_s))
         write_script(script, good)  # the GPU works again, but must not be queried while the old call hangs
         agent.reading(when=lambda r: r.gpus[1].delay_s > 9.0)
         assert len(agent.children()) == 2
         assert stuck in agent.children()
         (freezer / "freezer.state").write_text("THAWED")
-        agent.reading(when=lambda r: r.gpus[1].delay_s == 0)
+        agent.reading(when=lambda r: r.gpus[1].delay_s < 1)
         now = until(lambda: agent.children()[0] if len(agent.children()) == 1 else 0, "one process reads all of them")
         (freezer / "cgroup.procs").write_text(str(now))
         (freezer / "freezer.state").write_text("FROZEN")

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
+from gpuboard.agent.proc import read_process
+from tests.hosts import NodeProcess
 from tests.integration.slurm_lab import NODES, Lab, opened
 from tests.integration.transport_driver import line
 from tests.integration.transport_lab import DRIVER, Driven, agents
@@ -56,9 +57,15 @@ def running(lab: Lab, *options: str) -> int:
     return lab.slurm.submit([*options, "--output=/dev/null", "--wrap", "exec sleep 600"], running=True)
 
 
-def clients(lab: Lab) -> list[Any]:
+def clients(lab: Lab) -> list[NodeProcess]:
     """Return the srun processes on login1."""
     return lab.login.processes(lambda p: p.name == "srun", user="alice")
+
+
+def first(processes: list[NodeProcess]) -> NodeProcess:
+    """Return the process that has started the others; pids start again at a low one."""
+    pids = {process.pid for process in processes}
+    return next(p for p in processes if (stat := read_process(p.pid)) is not None and stat.parent not in pids)
 
 
 def test_bytes_pass_unchanged(lab: Lab) -> None:
@@ -86,8 +93,8 @@ def test_the_end_of_srun_or_agent_ends_both(lab: Lab, who: str) -> None:
         if who == "driver":
             driven.process.kill()
         else:
-            # srun is two processes: the second one ends the step when the first is killed
-            found = clients(lab)[:1] if who == "srun" else agents(lab.host("gpu01"))
+            # srun is two processes: the second one, its child, ends the step when the first is killed
+            found = [first(clients(lab))] if who == "srun" else agents(lab.host("gpu01"))
             host = lab.login if who == "srun" else lab.host("gpu01")
             host.run(["kill", "-9", *(str(process.inner) for process in found)], user="root")
             end = driven.event("ended")

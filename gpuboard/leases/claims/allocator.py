@@ -370,7 +370,7 @@ class ClaimsAllocator:
         self._fleet.wait(min(_GRACE_S, limit_s))
         if not self._seen_whole(text):
             self._fleet.wait_all(limit_s - _GRACE_S)
-            self._fleet.freshen()
+        self._fleet.freshen()  # the first node's reading may have become stale while another one answered
         snapshot = self._fleet.snapshot()
         if all(node.age_s is None for node in snapshot.nodes):
             raise NoNodeReached("no node could be reached; `gpuboard status` shows why")
