@@ -197,6 +197,16 @@ def test_an_unknown_error_of_a_sensor_is_a_failing_gpu_and_one_without_the_senso
     assert [gpu.error for gpu in reading.gpus] == ["Unknown Error", None]
 
 
+@pytest.mark.parametrize("function", ["nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetComputeMode"])
+def test_a_failing_gpu_still_reports_what_breaks_it(script: Path, function: str) -> None:
+    fails = (f"fault {function} {nvml.UNKNOWN}",)
+    write_script(script, [Gpu(recovery=1, trouble=fails), Gpu(remap=(0, 1), trouble=fails)])
+    with Agent(script) as agent:
+        reset, remap = agent.reading().gpus
+    assert (reset.error, reset.recovery_action) == ("Unknown Error", "GPU reset")
+    assert (remap.error, remap.remap_failed) == ("Unknown Error", True)
+
+
 def test_failures_of_what_the_state_does_not_need_leave_only_that_unknown(script: Path) -> None:
     sensors = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", "nvmlDeviceGetUtilizationRates")
     functions = (

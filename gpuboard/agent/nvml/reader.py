@@ -242,6 +242,8 @@ class _Reader:
         handle = self.handles[k]
         values: "Dict[str, Any]" = {}
         try:
+            values["remap_pending"], values["remap_failed"] = _remap(handle)  # first: a broken GPU often fails later
+            values["recovery_action"] = _recovery(handle)
             values["memory_used"] = None if k in self.shared else self._memory(handle)[1]
             values["compute_mode"] = _need(pynvml.nvmlDeviceGetComputeMode, handle)
             if values["compute_mode"] is None and k in self.shared:
@@ -271,8 +273,6 @@ class _Reader:
             values["pcie_generation"] = _ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle)
             values["pcie_width"] = _ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle)
             values["ecc_uncorrected"] = _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0)
-            values["remap_pending"], values["remap_failed"] = _remap(handle)
-            values["recovery_action"] = _recovery(handle)
             values["mig"] = self._mig_values(k)
         except pynvml.NVMLError as error:
             values.update(_failure(error))
