@@ -48,9 +48,9 @@ class RankMap(msgspec.Struct, frozen=True):
 def problems(rank_map: RankMap, device: Literal["cuda", "cpu"] = "cuda") -> list[str]:
     """Return the problems of a rank map, each naming its entry; empty when it is valid.
 
-    Valid: ranks are exactly 0..world_size-1; local ranks of each node exactly 0..local_world_size-1 in the order of
-    the ranks; node ranks 0..nodes-1; every rank's node is listed; no GPU twice on a node; node 0 holds rank 0. Ranks on
-    ``device`` "cpu" need no GPUs: nodes with empty ``cuda_visible_devices`` are valid then, whatever their ranks' GPUs.
+    Valid: ranks are exactly 0..world_size-1; local ranks of each node exactly 0..local_world_size-1; node ranks
+    0..nodes-1; every rank's node is listed; no GPU twice; node 0 holds rank 0. Ranks on ``device`` "cpu" need no GPUs:
+    nodes with empty ``cuda_visible_devices`` are valid then, whatever their ranks' GPUs.
     """
     found: list[str] = []
     if rank_map.schema != 1:
@@ -65,6 +65,8 @@ def problems(rank_map: RankMap, device: Literal["cuda", "cpu"] = "cuda") -> list
         found.append(f"world_size is {rank_map.world_size} but {len(rank_map.ranks)} ranks are listed")
     found += _numbering([r.rank for r in rank_map.ranks], "rank", "")
     on_node: dict[str, list[Rank]] = {node.name: [] for node in rank_map.nodes}
+    if device == "cuda":
+        found += _shared_gpus(rank_map.ranks)
     listed = shown(", ".join(on_node), 400) or "none"
     names = Counter(node.name for node in rank_map.nodes)
     found += [f"node {name!r} is listed {count} times" for name, count in names.items() if count > 1]
@@ -90,6 +92,18 @@ def problems(rank_map: RankMap, device: Literal["cuda", "cpu"] = "cuda") -> list
         if rank.memory_fraction is not None and not 0 < rank.memory_fraction <= 1:
             found.append(f"rank {rank.rank}: memory_fraction {rank.memory_fraction} is not in (0, 1]")
     return found
+
+
+def _shared_gpus(ranks: list[Rank]) -> list[str]:
+    """Return the GPUs that are listed on several nodes, which are one machine under several names."""
+    nodes: dict[str, dict[str, None]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank.uuid, {})[rank.node] = None
+    return [
+        f"GPU {uuid} is listed on {' and '.join(names)}; two ranks of one run never share a GPU"
+        for uuid, names in nodes.items()
+        if len(names) > 1
+    ]
 
 
 def _gpu_problems(node: RankNode, here: list[Rank]) -> list[str]:

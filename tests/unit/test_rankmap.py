@@ -43,6 +43,7 @@ def _with_rank(at: int, **changes: object) -> RankMap:
         (_with_rank(1, node="gpu09"), "'gpu09', which is not in nodes"),
         (_with_rank(1, local_rank=0), "local_rank 0 is listed 2 times"),
         (_with_rank(1, uuid="GPU-a"), "GPU GPU-a is given to 2 ranks"),
+        (_with_rank(2, uuid="GPU-a"), "GPU GPU-a is listed on gpu01 and gpu02"),
         (_with_rank(1, index=2), "would see GPU '3' but rank 1 is mapped to index 2"),
         (_with_rank(2, index=-1), "node gpu02: index -1 of rank 2 is negative"),
         (_with_rank(0, memory_fraction=0.0), "memory_fraction 0.0"),
