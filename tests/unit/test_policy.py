@@ -194,6 +194,20 @@ def test_excluded_gpus_and_nodes_are_not_taken() -> None:
         parse_picks("gpu[02", whole_nodes=True)
 
 
+def test_an_exclusion_that_matches_no_gpu_is_reported() -> None:
+    def notes(text: str) -> tuple[str, ...]:
+        answer = choose(Request(n=1, exclude=parse_picks(text, whole_nodes=True)), nodes)
+        assert isinstance(answer, Choice)
+        return answer.notes
+
+    nodes = cluster(node("gpu01"), node("gpu02"), NodeView(name="gpu04", state="unreachable"))
+
+    assert notes("gpu01:0,7@gpu02") == ()
+    assert notes("gpu1:0,1@gpu02:8@gpu3") == ("--exclude matches no GPU in scope: gpu1:0, gpu1:1, gpu02:8, gpu3",)
+    assert notes("gpu04:3@gpu04") == ()
+    assert notes("GPU-elsewhere-1") == ()  # scripts exclude broken GPUs of any node
+
+
 def test_the_gpus_of_a_machine_with_two_names_count_once() -> None:
     twin = msgspec.structs.replace(node("gpu01"), name="gpu01-ib")
     assert got(Request(n=8), node("gpu01"), twin) == {"gpu01": list(range(8))}

@@ -32,13 +32,26 @@ def choose(request: Request, snapshot: Snapshot, own: Collection[str] = ()) -> C
     candidates = evaluate(request, snapshot, own)
     if request.picks:
         return _choose_picks(request, snapshot, candidates)
+    unmatched = _unmatched(request.exclude, snapshot, candidates)
     free = by_node([c for c in candidates if c.reason is None])
     chosen = _spread(request, free)
     if chosen is None:
         from gpuboard.leases.policy.refusal import refuse  # late: only for a refusal
 
         return refuse(request, snapshot, candidates)
-    return _choice(request, free, chosen)
+    return _choice(request, free, chosen, unmatched)
+
+
+def _unmatched(exclude: Collection[Pick], snapshot: Snapshot, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    """Return a warning about excluded nodes and indexes that do not exist in scope, which may be mistyped."""
+    unread = {node.name for node in snapshot.nodes if not node.gpus}
+    places = [
+        pick.node if pick.index is None else f"{pick.node}:{slot(pick.index, pick.mig)}"
+        for pick in exclude
+        if pick.node is not None and pick.uuid is None and pick.node not in unread
+        and not any(names_gpu(pick, c.node, c.index, c.uuid, pick.mig) for c in candidates)
+    ]  # fmt: skip
+    return (f"--exclude matches no GPU in scope: {', '.join(places)}",) if places else ()
 
 
 def _with_numbered_nodes(request: Request, snapshot: Snapshot) -> Request:
@@ -158,7 +171,9 @@ def link(one: GpuView, two: GpuView) -> int:
     return level + NVLINK * max(one.links.get(two.uuid, 0), two.links.get(one.uuid, 0))
 
 
-def _choice(request: Request, free: dict[str, list[Candidate]], chosen: list[_Group]) -> Choice:
+def _choice(
+    request: Request, free: dict[str, list[Candidate]], chosen: list[_Group], warnings: tuple[str, ...]
+) -> Choice:
     parts = []
     for found in chosen:
         indexes = ",".join(gpu.slot for gpu in sorted(found.members, key=lambda gpu: gpu.index))
@@ -170,12 +185,12 @@ def _choice(request: Request, free: dict[str, list[Candidate]], chosen: list[_Gr
         parts.append(text + ")")
     order = "best links" if request.topology == "best" and request.n != 1 else "lowest indexes"
     nodes = f"{len(chosen)} node{'s' if len(chosen) > 1 else ''}, the fewest possible"
-    return _with_notes(chosen, f"{'; '.join(parts)}; {nodes}; {order}, then whole nodes kept free")
+    return _with_notes(chosen, f"{'; '.join(parts)}; {nodes}; {order}, then whole nodes kept free", warnings)
 
 
-def _with_notes(chosen: Sequence[_Group], why: str) -> Choice:
+def _with_notes(chosen: Sequence[_Group], why: str, warnings: tuple[str, ...] = ()) -> Choice:
     gpus = [gpu for found in chosen for gpu in found.members]
-    notes = tuple(f"{gpu.place} is {sick_reason(gpu.gpu)}" for gpu in gpus if gpu.sick)
+    notes = warnings + tuple(f"{gpu.place} is {sick_reason(gpu.gpu)}" for gpu in gpus if gpu.sick)
     return Choice(tuple(gpu.chosen for gpu in gpus), "; ".join((why, *notes)), notes)
 
 
