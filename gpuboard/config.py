@@ -138,6 +138,9 @@ _LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEPTH_MAX}}}"
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # except blanks and line ends
 _ANY = ("0.001s", "366d")
 _SIZES = ("slurm.mem_per_gpu", "runs.max_size")
+# Empty values have a meaning for these and for [keys]; an empty entry of `nodes` has a message of its own.
+_MAY_BE_EMPTY = ("cluster", "nodes", "slurm.partition", "slurm.account", "slurm.qos", "slurm.reservation",
+                 "slurm.mem_per_gpu")  # fmt: skip
 _RANGES = {
     "max_connections": (1, 4096),
     "state.busy_utilization": (1, 101),  # 101: utilization alone never makes a GPU busy
@@ -276,6 +279,8 @@ def _check(values: dict[str, Any], origin: str) -> None:
         for text in (key, *(value if isinstance(value, (list, tuple)) else (value,))):
             if isinstance(text, str) and _CONTROL.search(text):
                 raise ConfigError(f"{origin}: {shown(key)}: {quoted(text)} has a control character")
+            if text == "" and key not in (*_DURATIONS, *_SIZES, *_MAY_BE_EMPTY) and not key.startswith("keys."):
+                raise ConfigError(f"{origin}: {shown(key)}: an empty value; remove the key for its default")
         if isinstance(value, int) and value.bit_length() > 63:  # Python does not print integers of 4,300 digits
             raise ConfigError(f"{origin}: {key}: the number is too large")
     for key in _DURATIONS:
