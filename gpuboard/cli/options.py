@@ -42,13 +42,19 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
         )
         self.add_argument("-h", "--help", action="help", help="show this help")
+        self._misspelt = ""  # the first unknown option among the words read last
 
     def print_help(self, file: object = None) -> None:
         """Print the help. Raises OSError, which argparse ignores."""
         print(self.format_help(), end="", flush=True)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with ``message`` and a pointer to the help; never exit."""
+        """Raise UsageError with ``message`` and a pointer to the help; never exit.
+
+        A misspelt option is reported rather than the missing one that was meant.
+        """
+        if self._misspelt and "required" in message:
+            message = f"unrecognized arguments: {self._misspelt}"
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             word = (unknown.split() or ["''"])[0]
@@ -66,6 +72,8 @@ class Parser(argparse.ArgumentParser):
         """Return the arguments. Raises UsageError, also for an empty value (usually an unset shell variable)."""
         rest = {action.dest for action in self._actions if action.nargs == argparse.REMAINDER}
         at = self._leading(words)[1] if rest else len(words)
+        given = (word for word in words[:at] if word.startswith("--") and word != "--")
+        self._misspelt = next((w for w in given if w.partition("=")[0] not in self._option_string_actions), "")
         found = self.parse_args(self._joined(words[:at]))
         for dest in rest:  # argparse would lose words at `--`, and read `train.py` after `--wait` as the duration
             if taken := getattr(found, dest):  # a word that starts with a dash and is not an option: -, -1, "-a b"

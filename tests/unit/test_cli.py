@@ -96,6 +96,8 @@ def test_version() -> None:
         (("status", "--watch", "0"), "--watch: '0' is not between 0.2 seconds and a day"),
         (("status", "--watch", "x"), "--watch: 'x' is not a duration"),
         (("renew", "k3f9"), "missing: --for"),
+        (("renew", "k3f9", "--fro", "1h"), "--fro: no such option; did you mean --for?"),
+        (("serve", "--metrics"), "--metrics: no such option"),
         (("renew", "k3f9", "--for", "3"), "--for: '3' is not a duration; write 30s, 15m"),
         (("release",), "pass either lease ids or --mine"),
         (("status", "--js"), "--js: no such option; did you mean --json?"),
