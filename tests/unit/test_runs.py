@@ -160,8 +160,10 @@ def test_a_state_that_cannot_be_read_is_a_row(env: dict[str, str], content: byte
 
 
 def test_runs_are_found_by_the_start_of_their_id_and_by_last(env: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="there are no runs in"):
+    with pytest.raises(UsageError, match=r"^there are no runs in"):
         find_run(env, "last")
+    with pytest.raises(UsageError, match=r"^no run 'raaa': there are no runs in"):
+        find_run(env, "raaa")
     for minute, run in enumerate(("rbbb2", "raaa1", "rbba3")):
         RunFolder(env, run).keep(
             "state.json", view(run, run_folder.this_head(), "done", f"2026-01-31T12:0{minute}:00.000Z")

@@ -314,7 +314,8 @@ def find_run(env: Mapping[str, str], name: str) -> RunView:
 def matching_run(views: Sequence[RunView], name: str, where: str) -> RunView:
     """Return the run of ``name`` among ``views``, the oldest first, which were read in ``where``. Raises UsageError."""
     if not views:
-        raise UsageError(f"no run {name!r}: there are no runs in {where}; `gpuboard runs --all-nodes` asks all nodes")
+        wanted = "" if name == "last" else f"no run {name!r}: "
+        raise UsageError(f"{wanted}there are no runs in {where}; `gpuboard runs --all-nodes` asks all nodes")
     if name == "last":
         return views[-1]
     if not re.fullmatch(r"[a-z0-9]+", name):
