@@ -192,6 +192,8 @@ def test_a_node_whose_line_could_not_be_read_has_no_free_gpu() -> None:
     ruled = scheduler_jobs.rule(node(doubt="GresUsed=? cannot be read"), [held(1, Gres("h100", 1, (0,)))], gpus(8), {})
     assert said(ruled.gpus) == {"u0": "1"} | {f"u{i}": "doubt" for i in range(1, 8)}
     assert ruled.gpus["u1"].doubt == "Slurm: GresUsed=? cannot be read"
+    named = "Slurm reports GPUs in use that it does not have"
+    assert scheduler_jobs.node_words(node(doubt=named)) == ("", named)
 
 
 def test_gpus_that_only_slurm_shows_have_its_indexes() -> None:

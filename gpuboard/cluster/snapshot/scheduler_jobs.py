@@ -186,7 +186,8 @@ def node_words(node: SchedulerNode) -> tuple[str, str]:
     flags = node.flags
     reason = f": {clean(node.reason, 200)}" if node.reason else ""
     down = next((f"Slurm: the node is {word.replace('_', ' ')}{reason}" for word in _DOUBTFUL if word in flags), "")
-    doubt = down or (f"Slurm: {clean(node.doubt, 200)}" if node.doubt else "")
+    prefix = "Slurm: " if node.doubt and "Slurm" not in node.doubt else ""
+    doubt = down or prefix + clean(node.doubt, 200)
     word = next((word for word in _WITHHELD if word in flags), "")
     if not word:
         return "", doubt
