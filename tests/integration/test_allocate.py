@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,6 +128,33 @@ def test_an_interrupted_wait_fails_closed_and_has_claimed_nothing(here: Here, nu
     assert (process.returncode, out) == (
         130, "export CUDA_VISIBLE_DEVICES=''; unset GPUBOARD_LEASE GPUBOARD_RANK_MAP GPUBOARD_NODES; (exit 130)\n",
     )  # fmt: skip
+
+
+# gpuboard as a program that gets SIGINT when a function is called or returns.
+INTERRUPTED = """
+import os, signal, sys
+sys.argv[1:], (name, moment) = sys.argv[3:], sys.argv[1:3]
+def interrupt(frame, event, _):
+    if event == moment and frame.f_code.co_name == name and "gpuboard" in frame.f_code.co_filename:
+        sys.setprofile(None)
+        os.kill(os.getpid(), signal.SIGINT)
+sys.setprofile(interrupt)
+from gpuboard.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "moment", "code"),
+    [("_publish", "call", 130), ("published", "call", 0), ("published", "return", 0), ("warn", "call", 0)],
+)
+def test_an_interrupt_leaves_either_a_lease_or_the_lines_that_fail_closed(
+    here: Here, name: str, moment: str, code: int
+) -> None:
+    argv = [sys.executable, "-c", INTERRUPTED, name, moment, "allocate", "--n", "2", "--format", "shell"]
+    done = subprocess.run(argv, env=here.env, capture_output=True, text=True, timeout=90, cwd=Path(__file__).parents[2])
+    assert (done.returncode, "(exit 130)" in done.stdout) == (code, code == 130)
+    assert len(claims(here)) == (2 if code == 0 else 0)
 
 
 def test_waiting_ends_when_the_gpu_becomes_free(here: Here) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -183,6 +184,8 @@ def _reserve(args: argparse.Namespace, context: Context, allocator: Allocator) -
             write_private(args.rank_map, msgspec.json.encode(allocation.rank_map) + b"\n")
         allocator.handing_over(allocation.lease)
         _publish(allocation, form, uuids=args.uuid)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):  # ALRM: a deferred one (__main__)
+            signal.signal(number, signal.SIG_IGN)  # the shell has the lease: lines that fail closed would hide that
     _comment(allocation, form, context)
     return 0
 
