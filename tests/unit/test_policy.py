@@ -153,6 +153,9 @@ def test_never_possible_only_when_every_node_was_read() -> None:
     assert refused(Request(n=8), node("gpu01", "xfffffff")).code == 4  # a broken GPU may be repaired
     assert refused(Request(n=1, model="B200"), node("gpu01")).code == 3
     assert refused(Request(n=1), node("gpu01", claims_error="NFS")).code == 4
+    assert refused(Request(n=1), node("gpu01", claims_error="NFS")).nearest == ""  # waiting does not help
+    assert refused(Request(picks=(Pick("gpu01", 0, None),)), node("gpu01", claims_error="NFS")).nearest == ""
+    assert refused(Request(n=9), node("gpu01", claims_error="NFS"), node("gpu02", "b")).nearest == "--wait"
 
 
 def test_models_match_by_part_or_glob_without_case() -> None:

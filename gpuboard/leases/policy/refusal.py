@@ -47,7 +47,7 @@ def refuse_picks(
     why = _unavailable(named)
     why += [f"no GPU {_name(pick)}" for pick in missing]
     why += unread
-    options = [_alternative(request, snapshot, named, choose), "--wait" if code == 4 else ""]
+    options = [_alternative(request, snapshot, named, choose), "--wait" if code == 4 and _may_change(snapshot) else ""]
     nearest = " or ".join(option for option in options if option)
     return Refusal(code, "; ".join(why) + (f"; try {nearest}" if nearest else ""), _reasons(named), nearest)
 
@@ -83,6 +83,11 @@ def _unread(snapshot: Snapshot) -> list[str]:
     failed = [f"{node.name} ({node.claims_error})" for node in snapshot.nodes if is_current(node) and node.claims_error]
     found = {"not read": unread, "cannot be reserved": failed}
     return [f"{what}: {_shortened(nodes)}" for what, nodes in found.items() if nodes]
+
+
+def _may_change(snapshot: Snapshot) -> bool:
+    """Return whether waiting may help: not where every node cannot hold claims."""
+    return not all(is_current(node) and node.claims_error for node in snapshot.nodes)
 
 
 def _shortened(nodes: Sequence[str]) -> str:
@@ -157,7 +162,7 @@ def _nearest(request: Request, snapshot: Snapshot, candidates: Sequence[Candidat
     is_model_taken = request.model is not None and not _model_is_free(request, snapshot)
     if is_model_taken and _fits(msgspec.structs.replace(request, model=None), snapshot):
         options.append("without --model")
-    if code == 4:
+    if code == 4 and _may_change(snapshot):
         options.append("--wait")
     return " or ".join(filter(None, [", ".join(options[:-1]), *options[-1:]]))
 
