@@ -255,7 +255,7 @@ def _strangers(facts: Facts, limits: Thresholds) -> list[Process]:
 
 def _broken(reading: GpuReading) -> str | None:
     if reading.lost:
-        return f"GPU lost: {reading.error or 'fallen off the bus'}"
+        return f"GPU lost: {(reading.error or 'fallen off the bus').removeprefix('GPU is lost: ')}"
     if reading.remap_failed:
         return "row remapping failed: the GPU needs replacement"
     if reading.recovery_action not in {None, "none"}:

@@ -72,6 +72,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("only Slurm, drained", {"ruling": Ruling(withheld="drained"), "reading": None, "unseen": True},
      "reserved", "drained", ()),
     ("lost", {"lost": True, "error": "GPU is lost"}, "broken", "GPU lost: GPU is lost", ()),
+    ("lost, as NVML says it", {"lost": True, "error": "GPU is lost: it has fallen off the bus or cannot be reached"},
+     "broken", "GPU lost: it has fallen off the bus or cannot be reached", ()),
     ("lost and reserved", {"lost": True, "claims": (CLAIM,)}, "broken", "GPU lost: fallen off the bus", ()),
     ("remap failed", {"remap_failed": True}, "broken", "row remapping failed: the GPU needs replacement", ()),
     ("recovery", {"recovery_action": "reset"}, "broken", "the driver requests: reset", ()),
