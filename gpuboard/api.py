@@ -179,7 +179,7 @@ def lease(
             exclude=parse_picks(exclude, whole_nodes=True) if exclude else (),
         )
         for_s = None if for_ is None else duration(_seconds(for_), settings)
-        wait_s = None if wait is False else float("inf") if wait is True else _seconds(wait)
+        wait_s = None if wait is False else _wait_seconds(wait)
     except ValueError as error:
         raise UsageError(str(error)) from None
     check(request)
@@ -239,7 +239,14 @@ def _scope(settings: Settings, names: Sequence[str], job: Inside | None) -> Scop
 
 
 def _seconds(value: str | float) -> float:
-    return parse_duration(value) if isinstance(value, str) else float(value)
+    """Return the seconds of a duration. Raises ValueError, also for a number that is none."""
+    return parse_duration(value if isinstance(value, str) else f"{value:f}s")
+
+
+def _wait_seconds(value: str | float | bool) -> float:
+    if value is True or value == float("inf"):
+        return float("inf")
+    return 0.0 if value == 0 else _seconds(value)
 
 
 def _program() -> str:

@@ -87,14 +87,18 @@ try:
         pass
 except NeverPossible as error:
     say([error.exit_code, [gpu.reason for gpu in error.refusal.gpus]])
-for wrong in ({"n": 0}, {}, {"n": 1, "gpu_mem": "lots"}, {"gpus": "x"}, {"n": 1, "for_": "9d"}):
+for wrong in (
+    {"n": 0}, {}, {"n": 1, "gpu_mem": "lots"}, {"gpus": "x"}, {"n": 1, "for_": "9d"}, {"n": 2.0}, {"n": "2"},
+    {"n": 1, "per_node": 0}, {"n": 1, "max_nodes": -1}, {"n": 1, "topology": "ring"}, {"n": 1, "for_": 0},
+    {"n": 1, "for_": float("nan")}, {"n": 1, "wait": -1},
+):
     try:
         gpuboard.lease(**wrong)
     except UsageError as error:
         say(str(error) != "")
 """,
     )
-    assert values == [[3, ["available", "available"]], True, True, True, True, True]
+    assert values == [[3, ["available", "available"]], *[True] * 13]
 
 
 @pytest.mark.nodes

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+from typing import get_args
 
 import msgspec
 
 from gpuboard.errors import UsageError
 from gpuboard.model.gpu import short_model
-from gpuboard.model.request import ChosenGpu, Pick, Request, slot
+from gpuboard.model.request import ChosenGpu, Pick, Request, Topology, slot
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
 from gpuboard.model.text import quoted
 from gpuboard.model.units import format_size
@@ -54,6 +55,12 @@ class Candidate(msgspec.Struct, frozen=True):
 def check(request: Request) -> None:
     """Raise UsageError when the request contradicts itself."""
     n, per_node, max_nodes = request.n, request.per_node, request.max_nodes
+    counts: dict[str, object] = {"--n": n, "--per-node": per_node, "--max-nodes": max_nodes}
+    for option, count in counts.items():  # the Python interface takes any value
+        if count is not None and not (isinstance(count, int) and count >= 1):
+            raise UsageError(f"{option} {count!r}: must be a whole number, at least 1")
+    if request.topology not in get_args(Topology):
+        raise UsageError(f"--topology {request.topology!r} is not one of: {', '.join(get_args(Topology))}")
     if (n is None) == (not request.picks):
         raise UsageError("pass either --n, as --n 4, or --gpus, as --gpus gpu01:0,3")
     if request.model is not None and len(request.model) > _MODEL_MAX:
@@ -62,8 +69,6 @@ def check(request: Request) -> None:
         raise UsageError("--gpus names a GPU twice")
     if request.picks and (per_node or max_nodes):
         raise UsageError("--gpus cannot be combined with --per-node or --max-nodes")
-    if n is not None and n < 1:
-        raise UsageError(f"--n {n}: the number of GPUs must be at least 1")
     if n is not None and per_node is not None:
         if n % per_node:
             multiple = n - n % per_node or per_node
