@@ -179,7 +179,7 @@ def test_what_an_allocation_leaves_behind_is_named(nodes: Cluster, lie: Lie) -> 
     done = gpuboard(nodes, "allocate", "--n", "1", "--for", "1m", "--detach", scope="gpu03")
     assert done.returncode == 1
     assert " is missing in the readings after it was claimed on gpu03; " in done.stderr
-    assert " on gpu03: gpu03: malformed answer to release: " in done.stderr
+    assert " on gpu03: malformed answer to release: " in done.stderr
     assert "it will expire there within 90 s" in done.stderr
     lie({"gpu03": {"hello": {"uid": 4711}}})
     done = gpuboard(nodes, "allocate", "--n", "1", "--for", "1m", "--detach", scope="gpu03")

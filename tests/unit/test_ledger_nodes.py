@@ -187,6 +187,7 @@ def test_renew_reports_nodes_where_it_failed(nodes: Nodes) -> None:
         "gpu01": "gpu01: connection reset",
         "gpu03": f"no lease {taken.lease} on this node",
     }
+    assert outcome.reasons == {"gpu01": "connection reset", "gpu03": f"no lease {taken.lease} on this node"}
 
 
 def test_a_conflict_without_details() -> None:

@@ -30,7 +30,6 @@ from gpuboard.model.lease import Lease
 from gpuboard.model.reading import ClaimHolder
 from gpuboard.model.request import Choice, ChosenGpu, Pick, Refusal, Request
 from gpuboard.model.snapshot import NodeView, Snapshot
-from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
 
 if TYPE_CHECKING:
@@ -448,8 +447,8 @@ class ClaimsAllocator:
         with uninterrupted():
             outcome = client.release(self._fleet.call_all, lease, self._unpublished.pop(lease, []))
         return [
-            f"could not release lease {lease} on {node}: {clean(str(error))}; it will expire there within 90 s"
-            for node, error in outcome.failed.items()
+            f"could not release lease {lease} on {node}: {reason}; it will expire there within 90 s"
+            for node, reason in outcome.reasons.items()
         ]
 
     def _withdraw(self, lease: str) -> list[str]:

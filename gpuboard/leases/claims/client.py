@@ -20,6 +20,7 @@ from gpuboard.leases.ledger import matching, no_such_lease, not_yours
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.reading import Claim, ClaimHolder
 from gpuboard.model.replies import Ends, ReleasedClaims
+from gpuboard.model.text import clean
 from gpuboard.model.units import iso
 from gpuboard.transport.base import CallFailed, LinkLost
 
@@ -77,6 +78,11 @@ class Outcome(msgspec.Struct, frozen=True):
 
     done: dict[str, Any]
     failed: dict[str, CallFailed | LinkLost]
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why it failed, by node, without the node's name."""
+        return {node: clean(str(error).removeprefix(f"{node}: ")) for node, error in self.failed.items()}
 
 
 class NotClaimed(GpuboardError):

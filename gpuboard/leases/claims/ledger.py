@@ -23,7 +23,6 @@ from gpuboard.leases.ledger import (
     no_such_lease,
 )
 from gpuboard.model.snapshot import Snapshot
-from gpuboard.model.text import clean
 from gpuboard.model.units import day_time, seconds_of
 
 if TYPE_CHECKING:
@@ -175,8 +174,8 @@ class ClaimsLedger:
             lease.id,
             gpus,
             {
-                node: f"not released on {node}: {clean(str(error))}; it will expire there {when}"
-                for node, error in outcome.failed.items()
+                node: f"not released on {node}: {reason}; it will expire there {when}"
+                for node, reason in outcome.reasons.items()
             },
         )
 
@@ -189,7 +188,7 @@ class ClaimsLedger:
         if outcome.done:
             keeper.renew(lease.id, for_s, self._env)
         self._refresh(lease.nodes)
-        return Renewed(sorted(outcome.done), {node: clean(str(error)) for node, error in outcome.failed.items()})
+        return Renewed(sorted(outcome.done), outcome.reasons)
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of the caller as its claims show it."""
