@@ -220,7 +220,7 @@ def parse_toml(data: bytes) -> dict[str, Any]:
 
     tomllib needs a stack frame per bracket, and quadratic time and memory for keys with many dots.
     """
-    text = data.decode("utf-8")
+    text = data.decode("utf-8-sig")  # some editors write a byte order mark
     bare = _QUOTED.sub("_", text)
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", bare):

@@ -111,6 +111,12 @@ def test_a_bad_variable_is_refused(env: dict[str, str], words: str) -> None:
         load(env, {})
 
 
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('\ufeffcluster = "lab"\r\n', encoding="utf-8")
+    assert load({}, {}, file).settings.cluster == "lab"
+
+
 def test_only_a_named_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such config file"):
         load({}, {}, tmp_path / "absent.toml")

@@ -37,6 +37,7 @@ def hosts(tmp_path: Path, text: str) -> list[tuple[str, str | None]]:
         "# the cluster\n\ngpu01 slots = 4  # four\n  gpu02\tmax-slots=8 // eight\r\n",
         "gpu01\ngpu01\ngpu02\ngpu01\n",  # a slot a line
         "gpu01:4\ngpu02:2 binding=user:0,1 ifname=eth0\n",
+        "\ufeffgpu01 slots=4\r\ngpu02 slots=2\r\n",  # as editors on Windows write it
         "gpu01 cpu=2 sockets=1 cores_per_socket=8 cpu_set=0-7\ngpu02 count=1",
     ],
 )

@@ -190,7 +190,7 @@ class _SshConfig:
 
 def _read(path: str) -> list[str]:
     try:
-        text = files.read(os.path.expanduser(path), files.SSH_CONFIG_MAX).decode("utf-8")
+        text = files.read(os.path.expanduser(path), files.SSH_CONFIG_MAX).decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"{shown(path)}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
