@@ -41,7 +41,8 @@ def expand(nodeset: str, most: int = NODES_MAX) -> list[str]:
     except ValueError as error:
         raise UsageError(f"nodeset {quoted(nodeset)} cannot be read: {error}; write gpu[01-16,20] or @group") from None
     if not names:
-        raise UsageError(f"nodeset {quoted(nodeset)} names no node; is the group defined on this host?")
+        remedy = "; is the group defined on this host?" if "@" in nodeset else ""
+        raise UsageError(f"nodeset {quoted(nodeset)} names no node{remedy}")
     return names
 
 

@@ -22,6 +22,7 @@ from gpuboard.cluster.inventory.nodes import (
 from gpuboard.config import Settings
 from gpuboard.errors import UsageError
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
+from gpuboard.nodesets import expand
 
 HERE = os.uname().nodename.partition(".")[0]
 
@@ -35,6 +36,15 @@ def test_nodesets_expand_in_order_each_name_once() -> None:
         "login", "gpu01", "gpu02", "gpu03", "a-b_c.example.org",
     ]  # fmt: skip
     assert expand_names(["gpu[1-5]!gpu3"]) == ["gpu1", "gpu2", "gpu4", "gpu5"]
+
+
+@pytest.mark.parametrize(
+    ("nodeset", "words"),
+    [("gpu[1-3]!gpu[1-3]", r"names no node$"), ("@absent", r"names no node; is the group defined on this host\?$")],
+)
+def test_an_empty_result_mentions_groups_only_where_one_is_named(nodeset: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        expand(nodeset)
 
 
 def test_names_select_within_the_inventory() -> None:
