@@ -295,6 +295,22 @@ def test_groups_used_in_different_order_are_a_cycle() -> None:
     assert found.words.startswith("because the ranks wait for each other: rank 0 (gpu01:0) waits in all_reduce")
 
 
+def test_ranks_that_wait_for_a_cycle_are_no_part_of_it() -> None:
+    barrier = group(1, 0, op="barrier")
+    found = verdict(
+        seen(0, REDUCE, barrier, group(5, 5, name="a")),
+        seen(1, REDUCE, barrier, group(5, 5, name="a")),
+        seen(2, REDUCE, group(1, 0), group(5, 5, name="b")),  # in the group of all ranks, not in its own
+        seen(3, REDUCE, group(6, 5, name="b")),
+    )
+    assert (found.kind, found.ranks) == ("stall-mismatch", (2, 3))
+    assert found.words == (
+        "because the ranks wait for each other: rank 2 (gpu02:0) waits in all_reduce (collective 1) at train.py:55 in "
+        "step for rank 3; rank 3 (gpu02:1) waits in all_reduce (collective 6 of group b) at train.py:55 in step for "
+        "rank 2"
+    )
+
+
 NEW_GROUP = [StackFrame("new_group", f"{TORCH}distributed/distributed_c10d.py", 5600), *LOAD]
 
 

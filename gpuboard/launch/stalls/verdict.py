@@ -18,6 +18,7 @@ from gpuboard.launch.stalls.waits import (
     RankStatus,
     activity,
     child_call,
+    in_cycles,
     rank_words,
     ranks_label,
     roots,
@@ -311,7 +312,8 @@ def elsewhere(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidenc
 
 
 def _cycle(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> Stall:
-    ones = [activities[rank] for rank in sorted(waits)]
+    """Return the verdict if ranks wait for each other; the others, which wait for one of these, are not named."""
+    ones = [activities[rank] for rank in in_cycles(waits)]
     parts = [
         f"{one.status.label} waits in {collective(one)}{at_place(one)}"
         + (f" for {rank_words(waits[one.status.rank])}" if one.peer is None else "")

@@ -178,6 +178,20 @@ def roots(waits: Mapping[int, frozenset[int]]) -> frozenset[int]:
     return frozenset(blocker for blockers in waits.values() for blocker in blockers if blocker not in waits)
 
 
+def in_cycles(waits: Mapping[int, frozenset[int]]) -> list[int]:
+    """Return the ranks that wait for themselves through others, in order."""
+    found = []
+    for rank, blockers in sorted(waits.items()):
+        reached: set[int] = set()
+        following = set(blockers)
+        while following:
+            reached |= following
+            following = {one for other in following for one in waits.get(other, ())} - reached
+        if rank in reached:
+            found.append(rank)
+    return found
+
+
 def rank_words(numbers: Collection[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-2,5``."""
     return f"rank{'s' if len(numbers) != 1 else ''} {ranges(numbers)}"
