@@ -154,8 +154,19 @@ def retried():
     except ValueError:
         left()
 
+def late():
+    import asyncio
+    async def fetch():
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(600)
+    asyncio.run(fetch())
+
+def listed():
+    sys.exit(["--data", 3])
+
 every = (chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped, received, killed,
-         interrupted, stopped, reaped, left, cleaned, retried)
+         interrupted, stopped, reaped, left, cleaned, retried, late,
+         listed)
 every[int(os.environ["RANK"])]()
 """
 
@@ -166,7 +177,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=20) as here:
+    with node(folder, SCRIPT, count=22) as here:
         go(here)
         here.wait_ended()
         found = {data["rank"]: data for data in here.data("raised")}
@@ -195,6 +206,12 @@ BOOM = ("ValueError", "wrong\nvalue", 7, "boom")
             "site-packages/calendar.py is imported in place of calendar: rename it",
         ),
         (15, ("KeyboardInterrupt", "SIGINT, of ctrl-C or another process", 106, "stopped"), ""),
+        (
+            20,
+            ("TimeoutError", "async with asyncio.timeout(0.01):", 140, "fetch"),
+            "caused by asyncio.exceptions.CancelledError at {}:141",
+        ),
+        (21, ("SystemExit", "['--data', 3]", 145, "listed"), ""),
     ],
 )
 def test_the_cause_in_a_chain_of_exceptions(
@@ -263,7 +280,10 @@ class Data:
         if at == 3:
             if os.environ["RANK"] == "3":
                 os.kill(os.getpid(), signal.SIGBUS)
-            raise ValueError("sample 3 is broken")
+            try:
+                return {}[at]
+            except KeyError as missing:
+                raise ValueError("sample 3 is broken") from missing
         return at
 
 def child(index):
@@ -291,11 +311,12 @@ def test_the_cause_in_a_child_process(tmp_path: Path) -> None:
         found = {data["rank"]: data for data in here.data("raised")}
         for rank in range(3):
             told = [found[rank][name] for name in ("type", "message", "file", "line", "function")]
-            assert told == ["ValueError", "sample 3 is broken", script, 13, "__getitem__"]
-        assert found[0]["note"] == f"in DataLoader worker process 1 for {script}:22"
-        assert found[1]["note"] == f"in DataLoader worker process 0 for {script}:25"
-        assert found[2]["note"] == f"in a process of a pool for {script}:27"
-        assert (found[3]["line"], found[3]["message"].endswith(" exited unexpectedly")) == (22, True)
+            assert told == ["ValueError", "sample 3 is broken", script, 16, "__getitem__"]
+        missing = f", caused by KeyError: 3 at {script}:14"
+        assert found[0]["note"] == f"in DataLoader worker process 1 for {script}:25{missing}"
+        assert found[1]["note"] == f"in DataLoader worker process 0 for {script}:28{missing}"
+        assert found[2]["note"] == f"in a process of a pool for {script}:30{missing}"
+        assert (found[3]["line"], found[3]["message"].endswith(" exited unexpectedly")) == (25, True)
         assert re.search(r" is killed by signal: Bus error\.|\(pid \d+\) was killed by SIGBUS", found[3]["note"])
         assert ", /dev/shm: " in found[3]["note"]
 

@@ -154,9 +154,12 @@ def _chain(error: BaseException) -> "List[Tuple[BaseException, str]]":
 
 def _is_wrapper(error: BaseException, below: BaseException) -> bool:
     """Return whether ``error`` only passes on ``below``: an exception group, an exit in an ``except`` clause, or an
-    exception with which a library (hydra, lightning) replaced one of the user's own code."""
+    exception with which a library (hydra, lightning) replaced one of the user's own code; not the interruption of that
+    code by which asyncio ends it at a timeout."""
     if isinstance(error, SystemExit) or _members(error):
         return True
+    if not isinstance(below, Exception):
+        return False
     return error.__cause__ is below and _raised_in_library(error) and not traceback_text.is_library(_file(below))
 
 
@@ -271,7 +274,8 @@ def _read(error: BaseException, trace: "Optional[TracebackType]") -> "Tuple[str,
     if remote is not None and type(remote).__name__.endswith("RemoteTraceback"):
         last = traceback_text.last_traceback(str(remote))
         if last is not None:
-            return type_name(error), message, last[2], ["in a process of a pool%s" % _at(place, " for")]
+            notes = ["in a process of a pool%s" % _at(place, " for"), *_above(str(remote))]
+            return type_name(error), message, last[2], notes
     last = traceback_text.last_traceback(message)
     if last is None:
         return type_name(error), message, place, []
@@ -279,7 +283,16 @@ def _read(error: BaseException, trace: "Optional[TracebackType]") -> "Tuple[str,
     found = [(match.start(), words % match[1]) for regex, words in _CHILDREN for match in regex.finditer(message)]
     if found:
         where = max(found)[1]  # the innermost
-    return last[0], last[1], last[2], [where + _at(place, " for")]
+    return last[0], last[1], last[2], [where + _at(place, " for"), *_above(message)]
+
+
+def _above(text: str) -> "List[str]":
+    """Return the exceptions that were raised again in a process below this one, from its traceback."""
+    found = traceback_text.above(text)[:_NAMED]
+    return [
+        "%s %s" % (word, (kind + (": " + message.partition("\n")[0] if message else ""))[:_BRIEF]) + _at(place)
+        for word, (kind, message, place) in found
+    ]
 
 
 def _of_ranks(error: BaseException) -> "Dict[int, Any]":

@@ -12,6 +12,11 @@ if MYPY:
 _HEADER = re.compile(r"^[ |+]*(?:Exception Group )?Traceback \(most recent call last\):$|Original Traceback .*:$", re.M)
 _FRAME = re.compile(r' +File "(.+)", line (\d+)(?:, in (.+))?$')
 _RAISED = re.compile(r"([^\W\d][\w.<>]*)(?:: (.*)|(?=\n|$))", re.S)
+# Between two tracebacks of a chain
+_ABOVE = re.compile(
+    r"(The above exception was the direct cause of the following exception|"
+    r"During handling of the above exception, another exception occurred):$"
+)
 _GROUP = re.compile(r"^ *[|] ?", re.M)  # the margin of an exception group
 _LIBRARIES = tuple({sysconfig.get_path(key) + "/" for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.]\d+/")
@@ -48,3 +53,16 @@ def last_traceback(text: str) -> "Optional[Tuple[str, str, Place]]":
                     break
                 return raised.group(1), raised.group(2) or "", innermost(frames)
     return None
+
+
+def above(text: str) -> "List[Tuple[str, Tuple[str, str, Place]]]":
+    """Return the exceptions above the last traceback in its chain, the nearest first, each with its relation to it."""
+    found: "List[Tuple[str, Tuple[str, str, Place]]]" = []
+    for header in reversed(list(_HEADER.finditer(text))):
+        text = text[: header.start()].rstrip()
+        relation = _ABOVE.search(text)
+        one = last_traceback(text[: relation.start()]) if relation else None
+        if relation is None or one is None:
+            break
+        found.append(("caused by" if "direct cause" in relation.group() else "while handling", one))
+    return found

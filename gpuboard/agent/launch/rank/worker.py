@@ -59,7 +59,7 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
             _run_function(namespace, config)
     except SystemExit as end:
         handled = end.__context__ is not None and not end.__suppress_context__
-        if isinstance(end.code, str) or (end.code not in (None, 0) and handled):
+        if not isinstance(end.code, (int, type(None))) or (end.code not in (None, 0) and handled):
             _report(channel, end, state)  # hydra, click and many a main() handle errors with an exit
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if code == 0:
