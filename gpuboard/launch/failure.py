@@ -343,7 +343,7 @@ class FailureWatch:
         if self.stop_reason is not None:
             return
         symptom = _symptom(event)
-        if symptom != "own" and event.first is not None and symptom_of(event.first.chain) == "own":
+        if event.first is not None and symptom_of(event.first.chain) == "own":
             event, symptom = _with_first(event, event.first), "own"
             self._raised[event.rank] = event
         failed = event.origin if event.origin in self.ranks else event.rank
@@ -365,7 +365,8 @@ class FailureWatch:
         hint = f"its standard input is /dev/null; --stdin {event.rank} gives it that of gpuboard" if asked else ""
         hint = "" if event.rank == self._stdin_rank else hint
         # An exception while another one is handled is often a consequence of it.
-        if tip := advice(event.note) or advice(f"{event.type}: {event.message}"):
+        texts = [f"{event.type}: {event.message}", event.note]
+        if tip := next(filter(None, map(advice, texts if event.note.startswith("then ") else reversed(texts))), ""):
             hint = f"→ {tip}"
         origin = f"{clean(event.type)}{place}" if event.file else ""
         self._candidates.append(

@@ -160,6 +160,12 @@ def test_the_error_that_explains_the_newest_one() -> None:
         ("OSError: [Errno 98] Address already in use", "MASTER_PORT"),
         ("RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting", "GLOO_SOCKET_IFNAME"),
         ("AssertionError: Process group cannot be None", "is_initialized()"),
+        ("AssertionError: Torch not compiled with CUDA enabled", "torch.cuda.is_available()"),
+        (
+            "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This "
+            "is not compatible with static_graph set to True.",
+            "remove static_graph",
+        ),
         ("RuntimeError: context has already been set", "set_start_method"),
         ("RuntimeError:\n before the\n current process has finished its bootstrapping phase.", "__main__"),
         ("ValueError: invalid literal for int() with base 10: 'x'", ""),

@@ -84,6 +84,17 @@ def test_what_was_ending_a_rank_weighs_more_than_a_lost_connection_after_it() ->
     assert feed(watch(), Raised(1, *lost, first=reset)).cause is None, "that one is no cause either"
 
 
+def test_what_was_ending_a_rank_comes_before_what_failed_while_it_ended() -> None:
+    text = "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 832 vs 726"
+    first = events.FirstRaised("RuntimeError", text.partition(": ")[2], "/exp/save.py", 9, "save", text)
+    twice = Raised(1, "AssertionError", "Process group cannot be None", "/exp/save.py", 11, first=first)
+    assert feed(watch(), twice).messages == [
+        f"rank 1 (gpu01:3) failed: {text} at /exp/save.py:9 in save, then AssertionError: Process group cannot be None "
+        "at /exp/save.py:11",
+        "  → torch.save could not write the whole file: is the disk or the quota full?",
+    ]
+
+
 def test_whether_a_program_had_an_exception_is_not_known() -> None:
     program = msgspec.structs.replace(planned(), target=Target("program", "./train"))
     failed = FailureWatch(program)

@@ -46,6 +46,15 @@ _ADVICE = [
         "call multiprocessing.set_start_method() once, below `if __name__ == '__main__':`; mp.spawn needs no call",
     ),
     (
+        r"Torch not compiled with CUDA enabled|Found no NVIDIA driver",
+        "the script uses CUDA, which this torch or this node lacks: take the device from torch.cuda.is_available(), or "
+        "install a torch with CUDA",
+    ),
+    (
+        r"not compatible with static_graph",
+        "remove static_graph=True: with it, the same parameters must get a gradient in each step",
+    ),
+    (
         r"Expected to have finished reduction in the prior iteration",
         "use every parameter in each step, or pass find_unused_parameters=True to DistributedDataParallel",
     ),
