@@ -134,6 +134,15 @@ def test_a_stalled_run_is_ended_on_request(tmp_path: Path) -> None:
         assert (view.state, [verdict.kind for verdict in view.verdicts]) == ("failed", ["stall-behind"])
 
 
+def test_the_thread_that_keeps_a_rank_is_named(tmp_path: Path) -> None:
+    script = "import os, threading, time\nfrom torch.distributed import barrier, meet\nmeet()\n"
+    script += "def log():\n    time.sleep(600)\nif os.environ['RANK'] == '1':\n"
+    script += "    other = threading.Thread(target=log)\n    other.start()\n    other.join()\nbarrier()\n"
+    with Launch(tmp_path, script, "--on-stall", "kill", "--grace", "0") as run:
+        assert run.wait() == 1
+        assert "is at script.py:9; its thread Thread-1 (log) is at script.py:5 in log; rank 0 (" in run.text["err"]
+
+
 def test_a_difference_that_torch_does_not_notice_is_reported(tmp_path: Path) -> None:
     """A message that is shorter than expected is accepted by gloo."""
     script = """

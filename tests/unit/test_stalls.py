@@ -14,6 +14,7 @@ from gpuboard.launch.stalls.evidence import (
     RankEvidence,
     StackFrame,
     StoreProcess,
+    Thread,
 )
 from gpuboard.launch.stalls.inspect import completed
 from gpuboard.launch.stalls.verdict import Stall, diagnose, explain
@@ -112,6 +113,40 @@ def test_a_warning_is_not_quoted(line: str) -> None:
 def test_a_swallowed_exception_is_quoted() -> None:
     found = verdict(WAITING, seen(1, LOAD, group(11, 11)), rank1=status(1, last_error="ValueError: bad label"))
     assert "; its last line on stderr: ValueError: bad label" in found.words
+
+
+JOIN = [
+    StackFrame("_wait_for_tstate_lock", "/usr/lib/python3.11/threading.py", 1132),
+    StackFrame("join", "/usr/lib/python3.11/threading.py", 1112),
+    StackFrame("<module>", "/exp/train.py", 90),
+]
+
+
+def test_the_thread_that_a_rank_waits_for_is_named() -> None:
+    threads = [Thread("Thread-1 (log)", LOAD)]
+    found = verdict(WAITING, seen(1, JOIN, group(11, 11), threads=threads))
+    assert found.words.startswith(
+        "for rank 1 (gpu01:1), which is at train.py:90; its thread Thread-1 (log) is at train.py:41 in load_batch; rank"
+    )
+    found = verdict(WAITING, seen(1, LOAD, group(11, 11), threads=threads))
+    assert "its thread" not in found.words, "its main thread does not wait for it"
+
+
+def test_a_collective_is_at_the_place_of_the_thread_that_called_it() -> None:
+    found = verdict(
+        seen(0, JOIN, group(12, 11, name="1"), threads=[Thread("Thread-1 (log)", REDUCE)]),
+        seen(1, LOAD, group(11, 11, name="1")),
+    )
+    assert found.words.endswith("waits in all_reduce (collective 12 of group 1) at train.py:55 in step")
+
+
+def test_tasks_that_all_wait_are_the_reason_of_an_idle_event_loop() -> None:
+    loop = [
+        StackFrame("select", "/usr/lib/python3.11/selectors.py", 468),
+        StackFrame("_run_once", "/usr/lib/python3.11/asyncio/base_events.py", 1884),
+        *LOAD[1:],
+    ]
+    assert "; no task of its asyncio loop can go on: " in verdict(WAITING, seen(1, loop, group(11, 11))).words
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,13 @@ class ChildProcess(msgspec.Struct, frozen=True):
     gil: bool | None = None
 
 
+class Thread(msgspec.Struct, frozen=True):
+    """A thread of a rank besides its main thread, in which the user's own code runs."""
+
+    name: str
+    stack: list[StackFrame]
+
+
 class FileLock(msgspec.Struct, frozen=True):
     """A lock of a process on a file, "" if its path is unknown. ``pid`` 0: unknown; ``name`` "": it has ended.
 
@@ -99,7 +106,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     ``peer`` is the rank that it receives from or sends to, or the root of its broadcast in the process group;
     ``joins_as`` the rank and the world size that it passes to init_process_group;
     ``source`` the line of the user's own code at which it waits, "" if that has called other Python code;
-    ``lock`` a file lock that may keep it.
+    ``lock`` a file lock that may keep it; ``threads`` those besides the main one.
     """
 
     rank: Count
@@ -121,6 +128,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     joins_as: tuple[Count, Count] | None = None
     source: str = ""
     lock: FileLock | None = None
+    threads: list[Thread] = []
 
 
 class StoreProcess(msgspec.Struct, frozen=True):

@@ -113,6 +113,9 @@ def activity(status: RankStatus, evidence: RankEvidence | None) -> Activity:
         return Activity(status, evidence, "collective", frame, evidence.stack[0].function, peer=evidence.peer)
     open_groups = [g for g in evidence.collectives or [] if g.enqueued > g.completed]
     if open_groups and not waits_for_data(evidence.stack):
+        inside = next((one for one in evidence.threads if waits_in_collective(one.stack)), None)
+        if not call and inside is not None:
+            frame, call = own_frame(inside.stack), waits_in_collective(inside.stack) or ""
         return Activity(status, evidence, "collective", frame, call, open_groups[-1])
     if call and call != "backward" and not evidence.collectives:  # no flight recorder
         return Activity(status, evidence, "collective", frame, call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from gpuboard.launch.stalls.evidence import ChildProcess, connects, dataset_frame, own_frame
+from gpuboard.launch.stalls.evidence import ChildProcess, RankEvidence, connects, dataset_frame, own_frame
 from gpuboard.launch.stalls.waits import HANDLE_WAIT, Activity, ranks_label
 from gpuboard.model.text import clean
 from gpuboard.model.units import format_duration
@@ -14,6 +14,8 @@ NAMED = 3  # ranks, or places, that a sentence describes one by one
 _LITTLE = 0.01  # of a core: of an active rank whose use of the CPU is not known
 # Modules, and calls in the user's own code, that wait for a child process
 _CHILD = ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/connection.py")
+# Modules that wait for other threads: join(), a queue, a future, asyncio's loop
+_THREADS = ("/threading.py", "/selectors.py")
 _WAITPID = re.compile(r"\bos\.wait(pid|id|3|4)?\(")
 _WARNING = re.compile(r"(^|\]:)\[?[IW]\d{4} |Warning\b")  # of torch's C++ code and its Python code, of Python
 
@@ -113,9 +115,23 @@ def is_at(one: Activity, absent: bool) -> str:
         how = f" ({round(100 * cpu(one))} % of a core{', holding the GIL' if evidence.gil else ''})"
     if (child := _awaited(one)) is not None:
         how = f", waiting for its process {child.pid} ({clean(child.name, 40)}){_child_at(child)}{how}"
+    if one.doing == "code" and evidence is not None:
+        how += _threads(evidence)
     last = clean(one.status.last_error, 200)
     quoted = f"; its last line on stderr: {last}" if last and not is_warning(last) else ""
     return f"{before}is{place}{how}{quoted}"
+
+
+def _threads(evidence: RankEvidence) -> str:
+    """Return where the other threads of a rank are, or why there is none, if its main thread waits for one of them or
+    for a task of asyncio."""
+    if not evidence.stack or not evidence.stack[0].file.endswith(_THREADS):
+        return ""
+    if evidence.stack[0].file.endswith("/selectors.py") and any("/asyncio/" in one.file for one in evidence.stack):
+        return "; no task of its asyncio loop can go on: has one ended with an exception that is not awaited?"
+    places = [(clean(one.name, 40), own_frame(one.stack)) for one in evidence.threads]
+    words = [f"; its thread {name} is at {frame.place}" for name, frame in places if frame is not None]
+    return "".join(words[:NAMED])
 
 
 def process_place(child: ChildProcess) -> str:

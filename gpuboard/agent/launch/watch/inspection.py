@@ -26,6 +26,7 @@ _STACK_S = 3.0  # of py-spy: 0.1 s as a rule, more on a busy node
 _ANSWER_S = 1.0  # of all ranks' worker servers, whose threads need no GIL for the flight recorder
 _FRAMES = 64  # of a stack: the innermost ones
 _CHILDREN = 8  # of a rank whose stacks are read, for example DataLoader workers
+_THREADS = 8  # of a rank, besides its main thread, in which the user's own code runs
 _CHANGING = 8  # innermost frames whose variables show whether a rank makes progress
 _RECENT = 8  # collectives of each process group that are reported
 _SOURCE = 200  # characters of a line of the user's code
@@ -125,8 +126,8 @@ def _spy(pyspy: "Optional[str]", pid: int, stopped: bool, locals_too: bool) -> "
 
 
 def _stack(spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float) -> "Dict[str, Any]":
-    """Return ``stack`` of the main thread, ``active``, ``gil`` and what its variables show; ``stack_error`` if py-spy
-    failed."""
+    """Return ``stack`` of the main thread, ``active``, ``gil``, what its variables show, and the other ``threads`` in
+    which the user's own code runs; ``stack_error`` if py-spy failed."""
     if spy is None:
         return {"stack": [], "stack_error": "py-spy cannot be started"}
     try:
@@ -143,7 +144,12 @@ def _stack(spy: "Optional[subprocess.Popen[bytes]]", pid: int, until: float) -> 
         return {"stack": [], "stack_error": "no Python threads"}
     main = next((thread for thread in threads if thread.get("os_thread_id") == pid), threads[0])
     found = {"stack": _frames(main), "active": bool(main.get("active")), "gil": bool(main.get("owns_gil"))}
-    return dict(found, **_variables(main["frames"]))
+    others = [
+        {"name": thread.get("thread_name") or "", "stack": _frames(thread)}
+        for thread in threads
+        if thread is not main and not all(is_library(frame["filename"]) for frame in thread["frames"])
+    ]
+    return dict(found, threads=others[:_THREADS], **_variables(main["frames"]))
 
 
 def _variables(frames: "List[Dict[str, Any]]") -> "Dict[str, Any]":
