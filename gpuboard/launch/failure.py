@@ -21,6 +21,7 @@ from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.runs.folder import RankView, VerdictView
 from gpuboard.launch.stalls.differences import difference, evidence_of, last_calls, merged
 from gpuboard.launch.stalls.evidence import RankEvidence
+from gpuboard.launch.stalls.verdict import INIT_ONCE
 from gpuboard.launch.stalls.waits import RankStatus, rank_words
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.text import clean
@@ -368,6 +369,8 @@ class FailureWatch:
         texts = [f"{event.type}: {event.message}", event.note]
         if tip := next(filter(None, map(advice, texts if event.note.startswith("then ") else reversed(texts))), ""):
             hint = f"→ {tip}"
+        if event.phase == "init" and event.called:
+            hint = f"→ it had a process group before, whose addresses are still in the store of this run: {INIT_ONCE}"
         origin = f"{clean(event.type)}{place}" if event.file else ""
         self._candidates.append(
             Cause("raised", failed, rank.node, text, hint, event.chain, symptom=symptom, at=now, place=origin)

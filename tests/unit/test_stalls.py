@@ -317,6 +317,15 @@ def test_ranks_that_agree_are_kept_apart_by_the_network() -> None:
     assert "so the network between gpu01, gpu02 may not deliver" in found.words
 
 
+def test_ranks_that_initialize_their_process_group_again_get_the_reason() -> None:
+    found = verdict(seen(0, INIT, group(4, 4)), seen(1, REDUCE, group(1, 0)), seen(2, INIT, group(4, 4)))
+    assert found.words == (
+        "in init_process_group at train.py:9: ranks 0,2 had a process group before, whose addresses are still in the "
+        "store of this run"
+    )
+    assert (found.ranks, found.remedy.partition(";")[0]) == ((0, 2), "call init_process_group once in each process")
+
+
 def test_ranks_that_look_for_another_store_get_the_reason() -> None:
     alone = {f"rank{rank}": status(rank, joined=False) for rank in (0, 1)}
     found = verdict(seen(0, INIT), seen(1, INIT), **alone)

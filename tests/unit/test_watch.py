@@ -223,6 +223,14 @@ def test_what_to_try_follows_the_cause() -> None:
     assert feed(watch(), twice).messages[1].startswith("  → install a torch with CUDA")
 
 
+def test_a_rank_that_initializes_its_process_group_again_is_told_to_do_it_once() -> None:
+    closed = "RuntimeError", "Gloo connectFullMesh failed with Connection closed by peer", "/exp/train.py", 4
+    again = Raised(1, *closed, phase="init", called=[(1, 0)], calls=["barrier"])
+    assert "call init_process_group once" in later(watch(), again).messages[1]
+    first = Raised(1, *closed, phase="init")
+    assert "remove GLOO_SOCKET_IFNAME" in later(watch(), first).messages[1]
+
+
 def test_the_last_line_of_output_is_evidence_where_there_is_no_other() -> None:
     failed = watch()
     failed.note_end_of_output(1, "", "main failed: loss is nan")

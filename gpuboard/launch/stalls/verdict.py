@@ -49,6 +49,7 @@ UNEVEN_INPUTS = (
     "the ranks run different numbers of steps (uneven inputs?): use drop_last=True, "
     "torch.distributed.algorithms.Join, or the same number of steps on every rank"
 )
+INIT_ONCE = "call init_process_group once in each process; new_group() makes further groups"
 _MATCHING = "every recv needs a send by the other rank, which must not wait itself: change the order on one of them"
 
 
@@ -387,6 +388,15 @@ def _network(ones: list[Activity]) -> Stall:
             f"in {ones[0].call or 'init_process_group'}{at_place(ones[0])}: {ranks_label(ones)} "
             "have not connected to the store of this run",
             "leave MASTER_ADDR and MASTER_PORT as they are, and call init_process_group without init_method",
+        )
+    initializing = [one for one in ones if one.doing == "init" and one.call != "new_group"]
+    if again := [one for one in initializing if one.evidence is not None and one.evidence.collectives]:
+        return _differ(
+            again,
+            f"in {again[0].call}{at_place(again[0])}: {ranks_label(again)} had a process group before, whose addresses "
+            "are still in the store of this run",
+            INIT_ONCE,
+            node=_suspect(again),
         )
     nodes = list(dict.fromkeys(one.status.node for one in ones))
     between = f"the network between {', '.join(clean(node, 60) for node in nodes[:4])}"
