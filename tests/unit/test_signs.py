@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -43,6 +44,37 @@ def test_the_few_bytes_that_an_inspection_causes_are_no_activity() -> None:
         assert second("/dev/zero 4096") > 4096
         assert events[-1] is False
         process.stdin.close()
+
+
+RECEIVER = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as server:
+    while (data := server.recv(65536)):
+        print(flush=True) if data.endswith(b"\\n") else None
+"""
+
+
+def test_bytes_over_the_network_count_but_for_heartbeats() -> None:
+    """A rank that downloads into memory; recv is not in /proc/PID/io."""
+    now = [1000.0]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", RECEIVER, str(server.getsockname()[1])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as process, server.accept()[0] as sender:
+            watched = Signs(lambda *_: None, lambda: now[0])
+            watched.follow(0, process.pid)
+
+            def second(size: int) -> int:
+                """Send that many bytes; return those that were seen to move once they have arrived."""
+                assert process.stdout is not None
+                sender.sendall(b"x" * (size - 1) + b"\n" if size else b"")
+                process.stdout.read(1) if size else None
+                now[0] += 1.0
+                watched.sample()
+                return watched.recent(0)[1]
+
+            second(0)
+            second(0)
+            assert [second(size) for size in (0, 1000, 100_000, 0)] == [0, 0, 100_000, 0]
 
 
 LOADER = """

@@ -4,6 +4,7 @@ import os
 import time
 
 from gpuboard.agent import proc
+from gpuboard.agent.launch.watch import sockets
 
 MYPY = False
 if MYPY:
@@ -19,6 +20,8 @@ _ACTIVE = 0.05
 # Bytes in an interval that do not count: a thread of torch that answers an inspection for the first time reads the list
 # of CPUs in /sys, "0-127\n"
 _FEW = 64
+# Bytes over TCP in an interval that do not count: heartbeats of NCCL's monitor and of loggers
+_HEARTBEAT = 4096
 _CHILDREN = 64  # processes below a rank, for example DataLoader workers
 
 
@@ -27,6 +30,7 @@ class _Rank:
         self.pid = pid
         self.moved = now  # when it last showed activity, monotonic
         self.used: "Dict[int, _Use]" = {}  # by pid, of the rank and the processes below it; {}: not read yet
+        self.transferred: "Dict[int, int]" = {}  # by inode, over TCP at the sample before, if it was quiet then
         self.of_threads: "List[int]" = []  # processes that other threads than the main one have started
         self.recent = (0.0, 0)  # share of a core and bytes since the sample before
         self.reported: "Optional[str]" = None  # the state that was reported with `quiet`; None: active
@@ -78,6 +82,10 @@ class Signs:
                 seen.moved = max(seen.moved, now - INTERVAL_S)
             else:
                 cpu_s, moved = (sum(used[pid][i] - seen.used.get(pid, (0, 0))[i] for pid in used) for i in (0, 1))
+                if cpu_s / elapsed > _ACTIVE or moved > _FEW:
+                    seen.transferred = {}
+                else:
+                    moved = self._transferred(seen, list(used))
                 seen.recent = (cpu_s / elapsed, int(moved) if moved > _FEW else 0)
                 if seen.recent[0] > _ACTIVE or seen.recent[1]:
                     seen.moved = now
@@ -88,6 +96,12 @@ class Signs:
                 seen.reported = shown
                 quiet = None if shown is None else round(quiet_s, 1)
                 self._emit("quiet", {"rank": rank, "quiet_s": quiet, "state": state, "load": load()})
+
+    def _transferred(self, seen: _Rank, pids: "List[int]") -> int:
+        """Return the bytes that a rank without other signs has moved over TCP since the sample before: a download."""
+        before, seen.transferred = seen.transferred, sockets.moved(pids)
+        moved = sum(count - before[inode] for inode, count in seen.transferred.items() if inode in before)
+        return moved if moved > _HEARTBEAT else 0
 
 
 def load() -> "Optional[float]":
