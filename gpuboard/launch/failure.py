@@ -382,6 +382,7 @@ class FailureWatch:
             self.joined.add(event.rank)
         self._explain_child(event.rank)
         alone = not self._candidates and not self._left.keys() - {event.rank}
+        ended_well = self._left.get(event.rank, (now, None))[1] == 0
         if event.code is not None and event.rank not in self._raised:
             left_at, _ = self._left.get(event.rank, (now, 0))
             self._left[event.rank] = left_at, event.code
@@ -396,6 +397,8 @@ class FailureWatch:
             how = signal_text(event.signal, forwarded=event.signal in self._forwarded, oom=bool(event.oom))
         else:
             how = self._code_text(event.rank, event.code or 0)
+        if ended_well and event.signal not in self._forwarded:
+            how += ", after its script had ended with 0: by an exit handler (atexit), a thread or native code"
         kind: FailureKind = "signal" if event.signal is not None else "exit"
         node = self.ranks[event.rank].node
         # Libraries abort after such an error. A code is the script's own decision, whatever it printed before.

@@ -500,6 +500,17 @@ def test_exit_0_before_init_is_a_failure_as_soon_as_another_waits() -> None:
     assert (failed.stop_reason, failed.exit_code()) == ("rank 1 failed", 1)
 
 
+def test_a_failure_after_the_end_of_the_script_is_told_from_one_in_it() -> None:
+    late = "after its script had ended with 0: by an exit handler (atexit), a thread or native code"
+    failed = feed(watch(), events.Leaving(1), Exited(1, code=9))
+    assert failed.messages[0] == f"rank 1 (gpu01:3) ended with exit code 9, {late}"
+    assert failed.exit_code() == 9
+    crashed = feed(watch(), events.Leaving(1), Exited(1, signal=signal.SIGSEGV))
+    assert crashed.messages[0].endswith(late)
+    own = feed(watch(), events.Leaving(1, code=4, place="/exp/train.py:9"), Exited(1, code=4))
+    assert own.messages == ["rank 1 (gpu01:3) ended with exit code 4 (sys.exit() at /exp/train.py:9)"]
+
+
 def test_ranks_that_never_join_are_independent() -> None:
     done = feed(watch(), *(Exited(rank, code=0) for rank in range(3)))
     assert (done.cause, done.exit_code()) == (None, 0)
