@@ -13,7 +13,7 @@ import pytest
 
 from gpuboard.agent.launch.rank.recorder import called
 from gpuboard.agent.launch.watch import pace
-from gpuboard.agent.launch.watch.inspection import _collectives, _variables, process_groups
+from gpuboard.agent.launch.watch.inspection import _clause, _collectives, _variables, process_groups
 
 # As torch 2.13 writes them with gloo: after a send, a receive and a broadcast that waits. op_id and pg_status count
 # transfers too, which have no entries.
@@ -147,3 +147,28 @@ def test_progress_of_the_script_is_told_from_that_of_a_library_that_waits() -> N
 
     assert script("3", 41, "5.0") == script("3", 41, "4.2")
     assert len({script("3", 41, "5.0"), script("4", 41, "5.0"), script("3", 42, "5.0")}) == 3
+
+
+SCRIPT = """
+def fit():
+    try:
+        train()
+    except KeyError:
+        report()
+    finally:
+        try:
+            close()
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "clause"), [(4, ""), (6, "except of fit.py:3"), (9, "finally of fit.py:3"), (11, "except of fit.py:8")]
+)
+def test_a_clause_that_may_follow_an_exception_is_found(tmp_path: Path, line: int, clause: str) -> None:
+    script = tmp_path / "fit.py"
+    script.write_text(SCRIPT)
+    library = {"function": "wait", "file": threading.__file__, "line": 1}
+    called = {"function": "fit", "file": str(script), "line": line}
+    assert _clause([library, called, {"function": "<module>", "file": "<stdin>", "line": 1}]) == clause

@@ -140,6 +140,14 @@ def test_a_collective_is_at_the_place_of_the_thread_that_called_it() -> None:
     assert found.words.endswith("waits in all_reduce (collective 12 of group 1) at train.py:55 in step")
 
 
+def test_a_clause_that_may_follow_an_exception_is_named() -> None:
+    after = "in the finally of train.py:23 (an exception would be printed after it)"
+    found = verdict(WAITING, seen(1, LOAD, group(11, 11), clause="finally of train.py:23"))
+    assert f"which is at train.py:41 in load_batch, {after}; rank 0" in found.words
+    found = verdict(WAITING, seen(1, REDUCE, group(12, 11, op="barrier"), clause="finally of train.py:23"))
+    assert found.words.endswith(f"rank 1 (gpu01:1) called barrier of float 4 at train.py:55 in step, {after}")
+
+
 def test_tasks_that_all_wait_are_the_reason_of_an_idle_event_loop() -> None:
     loop = [
         StackFrame("select", "/usr/lib/python3.11/selectors.py", 468),

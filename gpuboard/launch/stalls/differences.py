@@ -14,6 +14,7 @@ from gpuboard.agent.launch.rank.recorder import EQUAL
 from gpuboard.launch.events import Leaving, Raised
 from gpuboard.launch.stalls.evidence import Collective, ProcessGroup, RankEvidence, StackFrame
 from gpuboard.launch.stalls.waits import DEFAULT_GROUP, Activity, RankStatus, activity, group_of, ranks_label
+from gpuboard.launch.stalls.words import clause
 from gpuboard.model.text import clean
 from gpuboard.model.units import ranges
 
@@ -123,7 +124,8 @@ def difference_at(
     for same in calls.values():
         one, entry = same[0]
         group = group_of(one, name)
-        place = f" at {one.place}" if group is not None and group.enqueued == seq and one.place else ""
+        newest = group is not None and group.enqueued == seq
+        place = f" at {one.place}{clause(one)}" if newest and one.place else ""
         parts.append(f"{ranks_label([one for one, _ in same])} called {entry.words()}{place}")
     sizes = sorted((len(same) for same in calls.values()), reverse=True)
     minority = [same for same in calls.values() if len(same) < sizes[0]] if sizes[0] > sizes[1] else []

@@ -106,7 +106,8 @@ class RankEvidence(msgspec.Struct, frozen=True):
     ``peer`` is the rank that it receives from or sends to, or the root of its broadcast in the process group;
     ``joins_as`` the rank and the world size that it passes to init_process_group;
     ``source`` the line of the user's own code at which it waits, "" if that has called other Python code;
-    ``lock`` a file lock that may keep it; ``threads`` those besides the main one.
+    ``lock`` a file lock that may keep it; ``threads`` those besides the main one; ``clause`` the one of the user's code
+    that may follow an exception: ``finally of train.py:23``.
     """
 
     rank: Count
@@ -129,6 +130,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     source: str = ""
     lock: FileLock | None = None
     threads: list[Thread] = []
+    clause: str = ""
 
 
 class StoreProcess(msgspec.Struct, frozen=True):

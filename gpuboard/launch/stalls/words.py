@@ -116,10 +116,16 @@ def is_at(one: Activity, absent: bool) -> str:
     if (child := _awaited(one)) is not None:
         how = f", waiting for its process {child.pid} ({clean(child.name, 40)}){_child_at(child)}{how}"
     if one.doing == "code" and evidence is not None:
-        how += _threads(evidence)
+        how += clause(one) + _threads(evidence)
     last = clean(one.status.last_error, 200)
     quoted = f"; its last line on stderr: {last}" if last and not is_warning(last) else ""
     return f"{before}is{place}{how}{quoted}"
+
+
+def clause(one: Activity) -> str:
+    """Return in which clause a rank is that may follow an exception, "" if in none."""
+    found = one.evidence.clause if one.evidence is not None else ""
+    return f", in the {clean(found, 120)} (an exception would be printed after it)" if found else ""
 
 
 def _threads(evidence: RankEvidence) -> str:

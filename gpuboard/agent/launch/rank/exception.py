@@ -205,19 +205,19 @@ def _ends_anyway(above: "List[Tuple[FrameType, int]]", before: "Optional[Traceba
     at, line = before.tb_lineno, lines[-1]
     for node in ast.walk(tree):
         if isinstance(node, (ast.With, ast.AsyncWith)):
-            if node.lineno <= line < node.body[0].lineno and _within(at, [node, *node.body]):
+            if node.lineno <= line < node.body[0].lineno and traceback_text.within(at, [node, *node.body]):
                 return True
         elif isinstance(node, ast.Try):
             handlers = [one.body for one in node.handlers]
-            if _within(line, node.finalbody) and any(_within(at, one) for one in [node.body, node.orelse, *handlers]):
+            if traceback_text.within(line, node.finalbody) and any(
+                traceback_text.within(at, one) for one in [node.body, node.orelse, *handlers]
+            ):
                 return True
-            if _within(at, node.body) and any(_within(line, e) and isinstance(e[-1], ast.Raise) for e in handlers):
+            if traceback_text.within(at, node.body) and any(
+                traceback_text.within(line, e) and isinstance(e[-1], ast.Raise) for e in handlers
+            ):
                 return True
     return False
-
-
-def _within(line: int, body: "Sequence[Any]") -> bool:
-    return bool(body) and body[0].lineno <= line <= getattr(body[-1], "end_lineno", body[-1].lineno)  # Python 3.8
 
 
 def _members(error: BaseException) -> "Tuple[BaseException, ...]":

@@ -5,7 +5,7 @@ import sysconfig
 
 MYPY = False
 if MYPY:
-    from typing import List, Optional, Tuple
+    from typing import Any, List, Optional, Sequence, Tuple
 
     Place = Tuple[Optional[str], Optional[int], Optional[str]]  # file, line, function
 
@@ -25,6 +25,11 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.]\d+/")
 def is_library(filename: str) -> bool:
     """Return whether a frame's file is of the standard library or of an installed package, or is no file."""
     return filename.startswith(_LIBRARIES + ("<",)) or bool(_LIBRARY.search(filename))
+
+
+def within(line: int, body: "Sequence[Any]") -> bool:
+    """Return whether a line is in these statements of a syntax tree."""
+    return bool(body) and body[0].lineno <= line <= getattr(body[-1], "end_lineno", body[-1].lineno)  # Python 3.8
 
 
 def innermost(frames: "List[Place]") -> "Place":

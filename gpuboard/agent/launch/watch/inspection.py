@@ -1,5 +1,6 @@
 """A closer inspection of ranks: process states, Python stacks by py-spy, the collectives of torch's flight recorder."""
 
+import ast
 import base64
 import json
 import linecache
@@ -14,7 +15,7 @@ import zlib
 from gpuboard.agent import proc
 from gpuboard.agent.launch import teardown
 from gpuboard.agent.launch.rank import recorder
-from gpuboard.agent.launch.rank.traceback_text import is_library
+from gpuboard.agent.launch.rank.traceback_text import is_library, within
 from gpuboard.agent.launch.watch import locks
 from gpuboard.agent.launch.watch.signs import load
 
@@ -102,6 +103,7 @@ def inspect(ranks: "List[Tuple[int, int, str]]", pyspy: "Optional[str]") -> "Dic
         if item.get("stack_error") and proc.ptrace_scope() > 1:  # 1: ranks permit it (rank/worker_channel.py)
             item["stack_error"] = "kernel.yama.ptrace_scope is %d there; 1 permits it" % proc.ptrace_scope()
         item["source"] = _source(item["stack"])
+        item["clause"] = _clause(item["stack"])
     return {"ranks": found, "load": load()}
 
 
@@ -179,6 +181,25 @@ def _source(stack: "List[Dict[str, Any]]") -> str:
     if not stack or is_library(stack[0]["file"]):
         return ""
     return linecache.getline(stack[0]["file"], stack[0]["line"]).strip()[:_SOURCE]
+
+
+def _clause(stack: "List[Dict[str, Any]]") -> str:
+    """Return ``finally of train.py:23`` if the user's code is in such a clause, which may follow an exception, or in an
+    ``except``; "" otherwise."""
+    for frame in stack:
+        if is_library(frame["file"]):
+            continue
+        try:
+            tree = ast.parse("".join(linecache.getlines(frame["file"])))
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        line = frame["line"]
+        for node in reversed([node for node in ast.walk(tree) if isinstance(node, ast.Try)]):  # the innermost first
+            words = ["except" for one in node.handlers if within(line, one.body)]
+            words += ["finally"] if within(line, node.finalbody) else []
+            if words:
+                return "%s of %s:%d" % (words[0], os.path.basename(frame["file"])[:_SOURCE], node.lineno)
+    return ""
 
 
 def _frames(thread: "Dict[str, Any]") -> "List[Dict[str, Any]]":
