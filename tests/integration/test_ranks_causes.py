@@ -17,6 +17,12 @@ def call(target):
         return target()
     except Exception as error:
         raise RuntimeError(f"error in call to {target.__name__}") from error
+
+def save():
+    try:
+        raise ValueError("stream error")
+    finally:
+        raise OSError("unexpected position")
 """
 SCRIPT = """
 import os, sys, traceback
@@ -164,9 +170,16 @@ def late():
 def listed():
     sys.exit(["--data", 3])
 
+def saved():
+    try:
+        library.save()
+    except OSError:
+        os.unlink("missing.tmp")
+        raise
+
 every = (chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped, received, killed,
          interrupted, stopped, reaped, left, cleaned, retried, late,
-         listed)
+         listed, saved)
 every[int(os.environ["RANK"])]()
 """
 
@@ -177,7 +190,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=22) as here:
+    with node(folder, SCRIPT, count=23) as here:
         go(here)
         here.wait_ended()
         found = {data["rank"]: data for data in here.data("raised")}
@@ -234,6 +247,8 @@ def test_an_exception_that_ends_the_rank_is_told_from_those_that_are_handled(
     assert found[17]["chain"] == "ConnectionError: closed by peer\nValueError: wrong\nvalue"
     assert found[18]["first"]["chain"] == "OSError: no data\nValueError: wrong\nvalue"
     assert [found[rank]["first"] for rank in (0, 1, 4, 5)] == [None] * 4
+    saved = [found[22]["first"][name] for name in ("type", "message", "file", "function")]
+    assert saved == ["OSError", "unexpected position", script, "saved"], "not the one inside of the library"
     assert found[19]["first"]["function"] == "boom"  # that of left(), whose finally follows
 
 

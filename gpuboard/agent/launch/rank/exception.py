@@ -173,7 +173,8 @@ def _first(chain: "List[Tuple[BaseException, str]]", trace: "Optional[TracebackT
             own = isinstance(below, Exception) and not isinstance(below, StopIteration)
             if not own or not _ends_anyway(above, below.__traceback__):
                 break
-            first = at
+            if not first or not traceback_text.is_library(_file(below)):  # rather one with a place in the script
+                first = at
         above += traceback.walk_tb(below.__traceback__)
     if not first:
         return None
