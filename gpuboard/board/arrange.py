@@ -156,14 +156,18 @@ def natural(name: str) -> tuple[tuple[str, int], ...]:
     return tuple((words.casefold(), int(digits or -1)) for words, digits in re.findall(r"([^0-9]*)([0-9]{0,18})", name))
 
 
-def users_of(gpu: GpuView, scene: Scene) -> tuple[str, ...]:
-    """Return a GPU's users, each once: owners of its leases, jobs, and processes (most memory first)."""
+def users_of(of: GpuView | MigView, scene: Scene) -> tuple[str, ...]:
+    """Return the users of a GPU or a MIG device, each once: owners of leases, jobs, processes (most memory first).
+
+    Of MIG devices processes are not known.
+    """
     names: dict[str, None] = {}
-    for lease in scene.leases_on(gpu.uuid):
+    for lease in scene.leases_on(of.uuid):
         names[lease.owner] = None
-    for job in gpu.jobs:
+    for job in of.jobs:
         names[job.user] = None
-    for process in sorted(gpu.processes or (), key=lambda process: -(process.memory or 0)):
+    processes = of.processes if isinstance(of, GpuView) else None
+    for process in sorted(processes or (), key=lambda process: -(process.memory or 0)):
         if process.user is not None:
             names[process.user] = None
     return tuple(names)

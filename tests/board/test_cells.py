@@ -56,6 +56,7 @@ def test_what_does_not_fit_ends_in_an_ellipsis(text: str, size: int, fitted: str
         (["erin", "dave", "bob"], 13, "erin, dave +1"),
         (["erin", "dave", "bob"], 12, "erin +2     "),
         (["erin", "dave"], 5, "erin…"),
+        (["alexandra", "bob"], 8, "alex… +1"),
         (["日本語", "bob"], 9, "日本語 +1"),
         ([], 3, "   "),
     ],

@@ -27,6 +27,7 @@ from tests.board.made import (
     at_cluster,
     awaited,
     busy,
+    crowd,
     gpu,
     lease,
     mig,
@@ -97,6 +98,14 @@ async def test_a_narrow_terminal_names_the_users_and_signs_that_matter(tmp_path:
         assert status(app) == "R reserved  B busy  M mig  ? unknown  X broken  ! rogue  + sick  z idle"
         await pilot.resize_terminal(*LETTERS)
         await settle(pilot, lambda: lines(shown.grid)[5].endswith("alexandra +1"))
+
+
+async def test_the_column_of_users_names_as_many_as_fit(tmp_path: Path) -> None:
+    users = [f"user{k}" for k in range(8)]
+    full = node("gpu7", [busy("gpu7", k, user) for k, user in enumerate(users)])
+    async with at_cluster(tmp_path, scene(*crowd(40).snapshot.nodes, full), (200, 60)) as (_, shown, _):
+        [row] = [line for line in lines(shown.grid) if line.startswith("gpu7 ")]
+        assert ", ".join(users[:3]) in row
 
 
 async def test_a_node_without_an_answer_yet_is_connecting_not_unreachable(tmp_path: Path) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.cells import cell_len
 
 from gpuboard.board import preferences
 from gpuboard.board.app import BoardApp
 from gpuboard.board.dialogs.columns import ColumnList, ColumnsDialog
+from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.tables.columns import ABOUT, COLUMNS, USUAL, ColumnChoice, choices, layout
 from gpuboard.board.widgets.table import GpuTable
+from gpuboard.model.lease import LeaseGpu
+from gpuboard.model.snapshot import JobView
 from tests.board import lab, made
 from tests.board.made import busy, gpu, lease, mig, next_scene, node, scene, still, unread
 
@@ -190,3 +194,31 @@ async def test_every_column_has_a_description_and_cells(tmp_path: Path) -> None:
         await pilot.pause()
         assert titles(app)[:3] == ["Node", "GPU", "Model"]
         assert len(drawn(app)) == 4  # the header, two GPUs, a MIG device
+
+
+async def test_users_of_mig_devices_are_named_on_every_screen(tmp_path: Path) -> None:
+    held = mig("gpu1", 0, "reserved", "allocated", "busy", "free")
+    devices = [
+        msgspec.structs.replace(device, reason=reason, jobs=jobs)
+        for device, reason, jobs in zip(
+            held.mig,
+            ["alice, 2h left: notebook", "job 12 of bob in gpu", "python (pid 7)", "no process, no reservation"],
+            [[], [JobView("12", "bob", "gpu", None)], [], []],
+            strict=True,
+        )
+    ]
+    split = node("gpu1", [msgspec.structs.replace(held, mig=devices)])
+    on_device = msgspec.structs.replace(lease("k3f9", "alice", []), gpus=[LeaseGpu("gpu1", 0, devices[0].uuid)])
+    async with still(tmp_path, scene(split, node("gpu2", [gpu("gpu2", 0)]), leases=[on_device])) as (app, pilot):
+        assert "alice, bob" in lab.screen(app)  # in the cell of the picture
+        await pilot.press("t")
+        rows = [" ".join(line.split()) for line in drawn(app)[2:6]]
+        assert [row.split(" - - - ")[1] for row in rows] == [
+            "alice R reserved 2h left: notebook",
+            "bob A allocated job 12 in gpu",
+            "? B busy python (pid 7)",
+            "- F free no process, no reservation",
+        ]
+        await app.push_screen(NodeScreen("gpu1"))
+        await lab.settle(pilot, lambda: lab.shown(app, "MIG A allocated bob"))
+        assert lab.shown(app, "job 12 in gpu")

@@ -111,7 +111,7 @@ async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:
             "1 R reserved alice ────────── 0.0/80 0% 31°C 70W H100 80GB no process, no reservation",
             "2 M 1/2 free - ────────── 0.0/80 ? 31°C 70W H100 80GB in MIG mode",
             "MIG F free - ────────── 0.0/40 - - - 3g.40gb made free",
-            "MIG B busy - ────────── 0.0/40 - - - 3g.40gb made busy",
+            "MIG B busy ? ────────── 0.0/40 - - - 3g.40gb made busy",
         ]
 
 

@@ -17,7 +17,7 @@ from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail.graphs import GraphFrame
 from gpuboard.board.text.detail.host import host_graphs, network_words
 from gpuboard.board.text.format import age, percent, reason_beside
-from gpuboard.board.text.gpu_row import degrees, device_owner, device_state, known, owner, state_runs, watts
+from gpuboard.board.text.gpu_row import degrees, device_state, known, owner, state_runs, watts
 from gpuboard.board.text.lines import NAME, Runs, above, named
 from gpuboard.board.text.plots import bins, curve, meter, part_of, per_cell
 from gpuboard.board.text.single_node import TITLES, no_process, process_columns, process_rows
@@ -144,11 +144,11 @@ def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs, unmeasured: int) -
     return (
         Cell("MIG", "dim"),
         device_state(device),
-        device_owner(device, scene),
+        Cell(*owner(device, scene)),
         *_memory_cells(device, device.state, glyphs),
         *[Cell("-", "dim")] * unmeasured,
         Cell(device.profile),
-        Cell(device.reason),
+        Cell(reason_beside(device.reason, users_of(device, scene))),
     )
 
 

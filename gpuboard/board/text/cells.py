@@ -15,6 +15,7 @@ from rich.cells import cell_len, get_character_cell_size
 
 S = TypeVar("S")
 
+_NAME_LEAST = 5  # cells of a cut name with a count behind it
 _MARKS_KEPT = 2  # combining marks per character; more would overlap neighbouring lines
 _REGIONAL = range(0x1F1E6, 0x1F200)  # letters of flags: a pair is one flag in some terminals, two letters in others
 _SKIN_TONES = range(0x1F3FB, 0x1F400)
@@ -72,6 +73,10 @@ def fit_names(names: Sequence[str], size: int) -> str:
         if width(shown) <= size:
             break
         shown = f"{', '.join(names[:count])} +{len(names) - count}"
+    if len(names) > 1 and width(shown) > size:  # one name is too long
+        more = f" +{len(names) - 1}"
+        if size - len(more) >= _NAME_LEAST:
+            return fit(names[0], size - len(more)) + more
     return fit(shown, size)
 
 

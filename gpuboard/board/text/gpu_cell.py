@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gpuboard.board.arrange import users_of
 from gpuboard.board.history import History
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import fit, fit_names
@@ -78,7 +79,9 @@ def further_lines(gpu: GpuView, ink: Ink) -> list[Parts]:
     _, state = letter_of(gpu)
     users, role = owner(gpu, ink.scene)
     readable = has_readings(gpu)
-    lines: list[Parts] = [[(fit_names([] if users == UNKNOWN and not readable else users.split(", "), room), role)]]
+    names = dict.fromkeys(user for device in gpu.mig for user in users_of(device, ink.scene))
+    names = names or ({} if users == UNKNOWN and not readable else dict.fromkeys(users.split(", ")))
+    lines: list[Parts] = [[(fit_names(list(names), room), role)]]
     if readable:
         lines += [_memory(gpu, room, state, look), *([_power(gpu, room, look)] if size.lines >= _POWER_FROM else [])]
     height = size.lines - 4 - (size.lines >= _BLANK_FROM) - (size.lines >= _POWER_FROM) + 1

@@ -43,19 +43,16 @@ def row_key(item: Shown) -> str:
     return item.mig.uuid if isinstance(item, Device) else key_of(item)
 
 
-def owner(gpu: GpuView, scene: Scene) -> tuple[str, str]:
-    """Return the users of a GPU, and their role."""
-    if users := users_of(gpu, scene):
-        mine = any(lease.mine for lease in scene.leases_on(gpu.uuid))
+def owner(of: GpuView | MigView, scene: Scene) -> tuple[str, str]:
+    """Return the users of a GPU or a MIG device, and their role."""
+    if users := users_of(of, scene):
+        mine = any(lease.mine for lease in scene.leases_on(of.uuid))
         return ", ".join(users), "mine" if mine else ""
-    if gpu.processes is None or gpu.state == "occupied":
+    if isinstance(of, MigView):  # its processes are known of its GPU only
+        return ("-", "dim") if of.state in {"free", "reserved"} else (UNKNOWN, "unknown")
+    if of.processes is None or of.state == "occupied":
         return UNKNOWN, "unknown"
-    return ("hidden", "unknown") if gpu.processes else ("-", "dim")
-
-
-def device_owner(mig: MigView, scene: Scene) -> Cell:
-    owners = ", ".join(dict.fromkeys(lease.owner for lease in scene.leases_on(mig.uuid)))
-    return Cell(owners or "-", "" if owners else "dim")
+    return ("hidden", "unknown") if of.processes else ("-", "dim")
 
 
 def known(words: str, style: str = "") -> Cell:

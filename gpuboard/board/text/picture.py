@@ -16,7 +16,7 @@ from rich.style import Style
 
 from gpuboard.board.arrange import STATE_ORDER, Group, NodeRow, users_of
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.cells import fit, fit_runs, width
+from gpuboard.board.text.cells import fit, fit_names, fit_runs, width
 from gpuboard.board.text.format import (
     FLAG_MARKS,
     PACK,
@@ -259,13 +259,14 @@ def _gpus(item: NodeRow, drawing: Drawing, *, head: bool) -> list[Runs]:
 
 
 def _users(gpus: Sequence[GpuView], scene: Scene, cells: int) -> str:
-    """Return the users of GPUs with how many they have; where not all fit, the first one and how many others."""
-    users = Counter(user for gpu in gpus for user in users_of(gpu, scene)[:1]).most_common()
+    """Return the users of GPUs with how many they have; where not all fit, the first ones and how many others."""
+    users = Counter(
+        user
+        for gpu in gpus
+        for user in (*users_of(gpu, scene)[:1], *(name for one in gpu.mig for name in users_of(one, scene)[:1]))
+    ).most_common()
     words = ", ".join(f"{user} {count}" if count > 1 else user for user, count in users)
-    if len(users) < 2 or width(words) <= cells:
-        return words
-    more = f" +{len(users) - 1}"
-    return fit(users[0][0], min(width(users[0][0]), max(1, cells - len(more)))) + more
+    return words if width(words) <= cells else fit_names([user for user, _ in users], cells).rstrip()
 
 
 def group_words(group: Group) -> Runs:

@@ -21,7 +21,6 @@ from gpuboard.board.text.gpu_row import (
     Device,
     Shown,
     degrees,
-    device_owner,
     device_state,
     known,
     owner,
@@ -152,7 +151,7 @@ def _device_cells(mig: MigView, layout: Layout) -> tuple[Cell, ...]:
         "state": device_state(mig),
         "utilization": Cell(mig.profile),  # NVML has no utilization of MIG devices
         "memory": _memory(mig, layout),
-        "user": device_owner(mig, layout.scene),
+        "user": Cell(*owner(mig, layout.scene)),
         "reason": _reason(mig, layout.scene),
     }
     return tuple(cells.get(column.key, Cell("")) for column in columns_for(layout.tall))
@@ -212,7 +211,7 @@ def _memory(of: GpuView | MigView, layout: Layout) -> Cell:
 
 def _reason(of: GpuView | MigView, scene: Scene) -> Cell:
     """Return the reason of a state, without the user if its column shows the whole name."""
-    users = users_of(of, scene) if isinstance(of, GpuView) else [lease.owner for lease in scene.leases_on(of.uuid)]
+    users = users_of(of, scene)
     whole = width(", ".join(users)) <= _USER
     return Cell(reason_beside(of.reason, users) if whole else of.reason, "dim" if of.state == "free" else "")
 

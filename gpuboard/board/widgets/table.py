@@ -15,7 +15,6 @@ from gpuboard.board.text.gpu_row import (
     Device,
     Shown,
     degrees,
-    device_owner,
     device_state,
     known,
     owner,
@@ -106,10 +105,15 @@ class GpuTable(Grid):
     def reason(self, place: Place) -> Cell:
         """Return the reason, with the age of a stale reading and without the user beside it."""
         node, gpu = place.node, place.gpu
-        words = reason_beside(gpu.reason, users_of(gpu, self.scene)) if self._named else gpu.reason
+        shown = self.words(gpu)
         if node.state == "stale" and gpu.state != "unknown":  # an unknown one has it in the reason
-            words = f"{age(age_of(node, gpu))} old: {words}"
-        return Cell(words, "dim" if gpu.state == "free" else "")
+            return shown._replace(text=f"{age(age_of(node, gpu))} old: {shown.text}")
+        return shown
+
+    def words(self, of: GpuView | MigView) -> Cell:
+        """Return the reason of a state without the user beside it."""
+        words = reason_beside(of.reason, users_of(of, self.scene)) if self._named else of.reason
+        return Cell(words, "dim" if of.state == "free" else "")
 
     def memory(self, of: GpuView | MigView) -> Cell:
         """Return a bar, and the memory in use and in total."""
@@ -154,11 +158,11 @@ _OF_MIG: Mapping[str, Callable[[GpuTable, Device], Cell]] = {
     "index": lambda table, at: Cell("MIG", "dim"),
     "model": lambda table, at: Cell(at.mig.profile),
     "memory": lambda table, at: table.memory(at.mig),
-    "user": lambda table, at: device_owner(at.mig, table.scene),
+    "user": lambda table, at: Cell(*owner(at.mig, table.scene)),
     "lease": lambda table, at: Cell(", ".join(at.mig.leases)),
     "job": lambda table, at: Cell(", ".join(job.id for job in at.mig.jobs)),
     "age": lambda table, at: _age(at.place),
     "state": lambda table, at: device_state(at.mig),
-    "reason": lambda table, at: Cell(at.mig.reason, "dim" if at.mig.state == "free" else ""),
+    "reason": lambda table, at: table.words(at.mig),
     "uuid": lambda table, at: Cell(at.mig.uuid),
 }

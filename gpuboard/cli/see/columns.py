@@ -40,10 +40,7 @@ class DeviceRow(NamedTuple):
     @property
     def users(self) -> list[str]:
         """Whoever holds or uses it, each once."""
-        if self.mig is None:
-            return list(users_of(self.gpu, self.scene))
-        owners = [lease.owner for lease in self.scene.leases_on(self.mig.uuid)]
-        return list(dict.fromkeys([*owners, *(job.user for job in self.mig.jobs)]))
+        return list(users_of(self.mig or self.gpu, self.scene))
 
     @property
     def memory(self) -> tuple[int | None, int | None]:
