@@ -144,7 +144,7 @@ async def test_a_log_is_gone_through_by_the_arrows(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: view.page and view.page.place.start == 0 and view.left == 0)
 
 
-async def test_tab_goes_between_runs_and_ranks_and_k_kills_when_asked_about_a_stop(core: Core) -> None:
+async def test_tab_goes_between_runs_and_ranks_and_capital_k_kills_when_asked_about_a_stop(core: Core) -> None:
     assert RunFolder(core.env, "rabc").keep("state.json", run()) is None
     async with lab.board(core) as (app, pilot):
         await pilot.press("u")
@@ -155,6 +155,9 @@ async def test_tab_goes_between_runs_and_ranks_and_k_kills_when_asked_about_a_st
         answers: list[bool | None] = []
         app.push_screen(dialog, answers.append)
         await lab.settle(pilot, lambda: dialog.is_mounted)
-        await pilot.press("k")
+        await pilot.press("j", "k")  # up and down in lists
+        await pilot.pause()
+        assert not answers
+        await pilot.press("K")
         await lab.settle(pilot, lambda: answers)
         assert (answers, dialog.now) == ([True], True)

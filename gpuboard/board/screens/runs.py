@@ -93,14 +93,14 @@ class Explained(NamedTuple):
 class StopConfirm(Confirm):
     """Asks whether to stop a run: with its grace period, or at once (then ``now`` is set)."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("k", "kill", "Kill now", id="dialog.kill")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("K", "kill", "Kill now", id="dialog.kill")]
 
     def __init__(self, entry: RunEntry, grace_s: float | None) -> None:
         self.now = False
         grace = "its grace period" if grace_s is None else format_duration(grace_s)
         super().__init__(
             f"Stop run {entry.view.id}?",
-            f"{clean(entry.view.target, 200)}\nRanks: {places(entry.view)}\n\n"
+            f"{clean(entry.view.target, 200)}\nRanks  {places(entry.view)}\n\n"
             f"Stop: SIGTERM to every rank now, SIGKILL after {grace}.\nKill now: SIGKILL at once; nothing is saved.",
             verb="Stop",
         )
@@ -108,7 +108,7 @@ class StopConfirm(Confirm):
     def buttons(self) -> Iterator[Button]:
         """Cancel, which has the focus, and the two ways to stop."""
         yield from super().buttons()
-        yield button("Kill now (k)", "kill", "error")
+        yield button("Kill now (K)", "kill", "error")
 
     def action_kill(self) -> None:
         """Stop it without a grace period."""
