@@ -54,6 +54,7 @@ class LogScreen(BoardScreen):
     ]
     CSS = """
     LogScreen #head, LogScreen #trouble, LogScreen #message { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    LogScreen #head, LogScreen #trouble, LogScreen #message { padding: 0 1; }
     LogScreen #trouble, LogScreen #message, LogScreen #words { display: none; }
     LogScreen #words { height: 1; }
     LogScreen #trouble.-shown, LogScreen #message.-shown, LogScreen #words.-shown { display: block; }

@@ -75,8 +75,8 @@ class LogView(OnBoard, Widget):
 
     @property
     def window(self) -> Window:
-        """The visible part: below the title, left of the scroll bar."""
-        width, height = max(1, self.size.width - 1), max(1, self.size.height - 1)
+        """The visible part: below the title, between the margin and the scroll bar."""
+        width, height = max(1, self.size.width - 2), max(1, self.size.height - 1)
         return Window(width, height, self.wrap, 0 if self.wrap else self.left)
 
     def open(self, path: Path, far: RunAccess | None = None) -> None:
@@ -272,12 +272,11 @@ class LogView(OnBoard, Widget):
         if y == 0:
             return self._title_strip(base, width)
         page, look = self.page, self.board.look
-        room = max(1, width - 1)
         runs: list[tuple[str, Style]] = []
         if page is not None and y <= len(page.rows):
             start, row = page.rows[y - 1]
             runs = self._runs(start, row, base)
-        fitted = fit_runs(runs, room, base, ellipsis=look.glyphs.ellipsis)
+        fitted = [(" ", base), *fit_runs(runs, self.window.width, base, ellipsis=look.glyphs.ellipsis)]
         fitted.append((" ", base + look.style("cursor") if y - 1 == self._thumb() else base))
         return Strip([Segment(text, style) for text, style in fitted]).adjust_cell_length(width, base)
 
