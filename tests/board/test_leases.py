@@ -257,6 +257,17 @@ async def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alo
         ]
 
 
+async def test_gpus_and_purpose_are_whole_beside_the_time_line(tmp_path: Path) -> None:
+    places = [(node, index) for node in ("gpu01", "gpu02") for index in range(4)]
+    gpus = [made.busy(*place) for place in places]
+    nodes = [made.node("gpu01", gpus[:4]), made.node("gpu02", gpus[4:])]
+    one = replace(made.lease("k3f9", "alice", places), purpose="llama-8b pretraining")
+    async with made.still(tmp_path, made.scene(*nodes, leases=[one]), (160, 48)) as (app, pilot):
+        await pilot.press("l")
+        await lab.settle(pilot, lambda: grid(app) is not None)
+        assert all(words in row(app, "k3f9") for words in ("gpu01:0-3@gpu02:0-3", "llama-8b pretraining"))
+
+
 @other.needs_root
 async def test_root_may_end_other_users_leases(tmp_path: Path) -> None:
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))

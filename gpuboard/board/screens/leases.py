@@ -42,13 +42,13 @@ _BAR = "bar"
 _LIST = (
     Column("id", "Lease", 6),
     Column("owner", "Owner", 10),
-    Column("gpus", "GPUs", 18, weight=2, least=14),
+    Column("gpus", "GPUs", 18, weight=4, least=14),
     Column("left", "Left", 6, right=True),
     Column("until", "Until", 12),
     Column("marks", "Flags", 14, weight=1, least=12),
     Column("holder", "Holder", 17, drop=2),
     Column("host", "From", 12, drop=3),
-    Column("purpose", "Purpose", 12, weight=2, least=8, drop=1),
+    Column("purpose", "Purpose", 12, weight=6, least=8, drop=1),
 )
 _LINE = (
     Column("id", "Lease", 6),
@@ -133,7 +133,7 @@ class LeasesScreen(FilteredScreen):
             self._axis = timeline.axis([], now, 1)
             return _LIST
         marks = (_MARKS,) if any(one.marks for one in ordered) else ()
-        columns = (*(_LIST if wide else (*_LINE, *marks)), Column(_BAR, "", 30, weight=8, least=20))
+        columns = (*(_LIST if wide else (*_LINE, *marks)), Column(_BAR, "", 30, weight=2, least=20))
         width = share(columns, self.grid.scrollable_content_region.width)[len(columns) - 1]
         self._axis = timeline.axis([(one.since, one.until) for one in ordered], now, width)
         return (*columns[:-1], columns[-1]._replace(title=timeline.ruler(self._axis)))
