@@ -114,7 +114,9 @@ def row_of(item: Shown, layout: Layout) -> Row:
     if isinstance(item, Group):
         return Row(item.key, (Cell(group_words(item)),), group=True)
     if isinstance(item, NodeView):
-        return Row(row_key(item), (Cell("-", "dim"), Cell(item.error or "no GPU found", trouble_role(item), rest=True)))
+        # the reason stands above
+        words = "no GPU found" if item.state == "up" else "connecting" if item.connecting else item.state
+        return Row(row_key(item), (Cell("-", "dim"), Cell(words, trouble_role(item), rest=True)))
     if isinstance(item, Device):
         dim = item.place.node.state != "up"
         return Row(
