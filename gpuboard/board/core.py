@@ -188,8 +188,8 @@ def banners(snapshot: Snapshot, *, running_s: float) -> tuple[str, ...]:
     without = [node for node in nodes if node.claims_error is not None and node.state == "up"]
     if without:
         reason = _reason(without, [node.claims_error for node in without])
-        what = "this node" if len(nodes) == 1 else f"{len(without)} of {len(nodes)} nodes"
-        found.append(f"{what} cannot hold reservations{reason}; no GPU there counts as free")
+        where = "this node" if len(nodes) == 1 else f"{len(without)} of {len(nodes)} nodes"
+        found.append(f"no reservations on {where}{reason}; no GPU there counts as free")
     return tuple(found)
 
 

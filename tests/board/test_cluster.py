@@ -415,6 +415,10 @@ async def test_banners_and_simulation_are_shown(tmp_path: Path) -> None:
         await next_scene(app, pilot, scene(invented, banners=("The ledger [x] does not answer",)))
         assert "SIMULATED" in screen(app).splitlines()[0]
         assert "The ledger [x] does not answer" in screen(app)
+        cure = "set claims_dir to another folder; no GPU there counts as free"
+        long = f"no reservations on 7 of 7 nodes: /scratch/claims cannot hold reservations: no such file; {cure}"
+        await next_scene(app, pilot, scene(invented, banners=(long,)))
+        assert cure in " ".join(screen(app).split())  # on a second line
         await next_scene(app, pilot, lab())
         assert "The ledger" not in screen(app)
 

@@ -50,9 +50,9 @@ LOST = node(claims_error="/var/tmp is on NFS", gpus=[gpu("gpu01", 0)])
         (
             [LOST, UP, LOST],
             9,
-            ("2 of 3 nodes cannot hold reservations: /var/tmp is on NFS; no GPU there counts as free",),
+            ("no reservations on 2 of 3 nodes: /var/tmp is on NFS; no GPU there counts as free",),
         ),
-        ([LOST], 9, ("this node cannot hold reservations: /var/tmp is on NFS; no GPU there counts as free",)),
+        ([LOST], 9, ("no reservations on this node: /var/tmp is on NFS; no GPU there counts as free",)),
         ([node(state="stale", error="old", claims_error="x"), UP], 9, ()),
     ],
 )

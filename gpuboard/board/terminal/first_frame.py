@@ -26,6 +26,7 @@ from gpuboard.board.text.ascii import to_ascii
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.gpu_cell import Ink
 from gpuboard.board.text.gpu_row import with_devices
+from gpuboard.board.text.lines import banner_lines
 from gpuboard.board.text.overview import LEAST, free_lines, overview
 from gpuboard.board.text.picture import Drawing, Focus, below, cells_of, columns_for, group_words, size_for, split
 from gpuboard.board.text.rows import (
@@ -92,7 +93,7 @@ def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
     glyphs = core.settings.glyphs
     unicode = is_utf8(core.env) if glyphs == "auto" else glyphs == "unicode"
     look, base = look_for(core, kept.theme, UNICODE if unicode else ASCII)
-    top: list[Runs] = [*header(scene, columns, tall=rows >= 24), *(((f" {words}", "bad"),) for words in scene.banners)]
+    top: list[Runs] = [*header(scene, columns, tall=rows >= 24), *banner_lines(scene, columns)]
     lines = [fit_runs(runs_of(Cell(runs), base, look), columns, base, ellipsis=look.glyphs.ellipsis) for runs in top]
     if kept.view.view == "picture" and not kept.view.filter:
         pane, taken = pane_of(kept.view, columns, rows)

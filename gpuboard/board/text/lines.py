@@ -20,6 +20,12 @@ def above(scene: Scene, cells: int) -> list[Runs]:
     return label + [[(line, "bad")] for banner in scene.banners for line in wrapped(banner, cells)]
 
 
+def banner_lines(scene: Scene, columns: int) -> list[tuple[tuple[str, str], ...]]:
+    """Return what is wrong with the cluster as a whole, in at most two lines each, as the cluster view shows it."""
+    lines = (line for banner in scene.banners for line in wrapped(banner, columns - 2, most=2))
+    return [((f" {line}", "bad"),) for line in lines]
+
+
 def named(name: str, words: str, role: str, cells: int) -> list[Runs]:
     """Return a name and its text, wrapped into aligned lines, ``cells`` wide in all."""
     lines = wrapped(words, max(10, cells - NAME)) or [""]

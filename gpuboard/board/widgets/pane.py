@@ -13,6 +13,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from gpuboard.board.text.cells import fit_runs
+from gpuboard.board.text.lines import banner_lines
 from gpuboard.board.text.rows import Cell, runs_of, strip
 from gpuboard.board.widgets.header import header, picked
 from gpuboard.board.widgets.on_board import OnBoard
@@ -103,4 +104,4 @@ class Banners(Lines):
     """What is wrong with the cluster as a whole."""
 
     def show_scene(self, scene: Scene) -> None:
-        self.set_lines([((f" {banner}", "bad"),) for banner in scene.banners])
+        self.set_lines(banner_lines(scene, self.app.size.width))
