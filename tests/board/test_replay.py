@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from textual.pilot import Pilot
 
@@ -135,3 +136,26 @@ async def test_a_damaged_part_keeps_what_was_shown(tmp_path: Path, day: Path) ->
         await pilot.press("0", "less_than_sign", "less_than_sign", "less_than_sign")
         await lab.settle(pilot, shows(app, clock(0)))
         assert "damaged at" not in lab.screen(app)
+
+
+async def test_leases_have_the_time_that_was_left(tmp_path: Path) -> None:
+    path = tmp_path / "old.gz"
+    writer = RecordingWriter(path)
+    for minute in (0, 30):
+        at = BEGIN + 60 * minute
+        held = msgspec.structs.replace(
+            made.lease("k3f9", "alice", [("gpu01", 1)]), since=iso(BEGIN - 3600), until=iso(BEGIN + 5400)
+        )
+        nodes = [made.node("gpu01", [made.gpu("gpu01", 0), made.gpu("gpu01", 1, "reserved", leases=["k3f9"])])]
+        scene = made.scene(*nodes, leases=[held], at=iso(at))
+        writer.add(Frame(at, scene.snapshot, scene.leases, scene.uids))
+    writer.close()
+    async with replay(tmp_path, path, (160, 48)) as (app, core, pilot):
+        await pilot.press("l")
+        await lab.settle(pilot, shows(app, "k3f9", " 1h30m "))
+        core.control(lambda player: player.seek(BEGIN + 1800))
+        await lab.settle(pilot, shows(app, "k3f9", " 1h00m "))
+        [row] = [line for line in lab.screen(app).splitlines() if line.startswith(" k3f9   alice")]
+        assert row.count("━") > row.count("─") > 0  # the hour that is left; a fifth of the axis before it
+        await pilot.press("slash", *"left<1h", "enter")
+        await lab.settle(pilot, shows(app, "0 of 1 match"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from gpuboard.board.dialogs.request_form import places_words
 from gpuboard.board.filter.language import Language
 from gpuboard.board.filter.matchers import named, person, place, quantity, word
@@ -19,10 +17,6 @@ def holder_words(lease: Lease) -> str:
     return f"pid {lease.holder.pid}{' ended' if lease.holder.alive is False else ''}"
 
 
-def _left(one: HeldLease) -> float:
-    return max(0.0, one.until - time.time())
-
-
 _FLAGS = ("rogue", "idle", "disputed", "overdue")
 LEASES: Language[[HeldLease]] = Language(
     {
@@ -30,7 +24,8 @@ LEASES: Language[[HeldLease]] = Language(
         "lease": named("a lease's id, lease:k3f9", lambda one: (one.lease.id,)),
         "node": place(lambda one: one.lease.nodes or one.node_names),
         "flag": word(_FLAGS, lambda one: one.flags, cost=2),
-        "left": quantity("how long it still lasts", _left, parse_duration, "left<1h", sign="<"),
+        "left": quantity("how long it still lasts", lambda one: one.lease.remaining_s, parse_duration, "left<1h",
+                         sign="<"),
         "gpus": quantity("how many GPUs it holds", lambda one: len(one.lease.gpus), parse_number, "gpus>4", sign=">"),
         "job": named("a job's id, job:123", lambda one: (one.lease.job,)),
         "host": named("where it was made, host:login1", lambda one: (one.lease.host,), cost=2, begins=False),

@@ -102,7 +102,7 @@ class LeasesScreen(FilteredScreen):
         return [] if self.board.scene is None else [(one,) for one in held(self.board.scene)]
 
     def show(self, scene: Scene) -> None:
-        now = time.time()
+        now = seconds_of(scene.snapshot.at)  # in a replay long ago
         every = held(scene)
         query = self.query_in_force
         ordered = sorted((one for one in every if query.matches(one)), key=self._place)
@@ -168,9 +168,9 @@ class LeasesScreen(FilteredScreen):
     def _about(self) -> None:
         """Show the lease under the cursor in full: columns cut long values."""
         one = self._held.get(self.grid.cursor or "")
-        now = time.time()
         lines: list[Runs] = []
-        if one is not None:
+        if one is not None and self.board.scene is not None:
+            now = seconds_of(self.board.scene.snapshot.at)
             lease, span = one.lease, f"{local(one.since, now)} to {local(one.until, now)}"
             purpose = f"; {lease.purpose}" if lease.purpose else ""
             host = f" from {lease.host}" if lease.host else ""
@@ -346,7 +346,7 @@ class RenewDialog(Dialog[str]):
 def _text(one: HeldLease, key: str, now: float) -> str:
     lease = one.lease
     if key == "left":
-        return format_duration(max(0.0, one.until - now))
+        return format_duration(lease.remaining_s)
     if key == "until":
         return local(one.until, now)
     found = {
