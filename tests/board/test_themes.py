@@ -22,6 +22,7 @@ from gpuboard.board.theme.styles import ROLES, THEMED, UNICODE
 from gpuboard.board.theme.themes import BoardTheme
 from gpuboard.config import Settings
 from tests.board.lab import board, environment, make_core, screen, settle
+from tests.board.made import busy, gpu, node, scene, still
 
 OKABE_ITO = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#ffffff"}
 COLOURED = ("colour-blind", "dark", "high-contrast", "light")
@@ -305,3 +306,18 @@ def _color_of(app: BoardApp, letter: str) -> str:
         if segment.text.strip() == letter and segment.style and segment.style.color and segment.style.color.triplet:
             return segment.style.color.triplet.hex
     return ""
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 40), (160, 48)])
+async def test_the_plain_theme_underlines_no_blanks(tmp_path: Path, size: tuple[int, int]) -> None:
+    gpus = [gpu("gpu1", 0, "reserved"), gpu("gpu1", 1, "broken"), gpu("gpu1", 2, "allocated"), busy("gpu1", 3)]
+    nodes = [node("gpu1", gpus), node("gpu2", [gpu("gpu2", 0, name="NVIDIA A100-SXM4-80GB")])]
+    async with still(tmp_path, scene(*nodes), size, settings=Settings(theme="plain")) as (app, _):
+        underlined = [
+            segment.text
+            for strip in app.screen._compositor.render_strips()
+            for segment in strip
+            if segment.style and segment.style.underline
+        ]
+        assert {"R", "X", "A"} <= {text.strip() for text in underlined}
+        assert not [text for text in underlined if not text.strip() or text[0] == " "]

@@ -88,7 +88,9 @@ def further_lines(gpu: GpuView, ink: Ink) -> list[Parts]:
     if readable and size.lines >= _CURVE_FROM:
         values = ink.history.means((gpu.uuid,), room * per_cell(look.glyphs))
         lines += [
-            [(text, "dim" if gpu.state == "free" else state)] for text in curve(values, height, look.glyphs, 0.0, 100.0)
+            # blank without history: a theme may underline
+            [(text, "dim" if gpu.state == "free" else state if text.strip() else "")]
+            for text in curve(values, height, look.glyphs, 0.0, 100.0)
         ]
     lines = lines[: size.lines - 1]
     return [

@@ -96,11 +96,12 @@ def _count(count: Count, words: int) -> Runs:
         return (*runs, (f"/{count.total}", "dim"))
     runs += [(" free", style), (f" of {count.total}", "dim")]
     if words > 2:
-        space = "  "
+        gap = "  "
         for word, letter, states in _REST:
             if number := sum(count.states[state] for state in states):
-                runs.append((f"  {number} {word}" if words == 4 else f"{space}{number}{letter}", word))
-                space = " "
+                # the gap is apart: a theme may underline
+                runs += [(gap, ""), (f"{number} {word}" if words == 4 else f"{number}{letter}", word)]
+                gap = "  " if words == 4 else " "
     return tuple(runs)
 
 
