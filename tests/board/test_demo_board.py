@@ -19,15 +19,20 @@ from gpuboard.agent.claims import store as claims
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.launch_process import LaunchForm
+from gpuboard.board.replay.core import ReplayCore
 from gpuboard.board.scene import Place, Scene
+from gpuboard.board.widgets.grid import Grid
 from gpuboard.cli.setup import demo_board
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper import processes
 from gpuboard.model.replies import Ends
 from gpuboard.model.request import Pick, Refusal, Request
+from gpuboard.model.units import seconds_of
+from gpuboard.recording.file import Recording, RecordingWriter
+from gpuboard.recording.frames import Frame
 from gpuboard.transport.base import CallFailed
-from tests.board import lab
+from tests.board import lab, made
 
 
 @pytest.fixture
@@ -183,3 +188,30 @@ async def test_every_screen_and_dialog_shows_that_it_is_simulated(make: Callable
                 await pilot.press("escape")
                 await lab.settle(pilot, lambda: len(app.screen_stack) < below)  # noqa: B023
         assert len(opened) == 10, opened
+
+
+async def test_a_replay_of_a_recording_of_the_demo_looks_as_the_demo(
+    make: Callable[[float], Core], tmp_path: Path
+) -> None:
+    live = started(make(95.0), but="sim07")  # a rogue process, a lost GPU, a hot one, and a node that hangs
+    writer = RecordingWriter(tmp_path / "demo.gz", commands=True)
+    writer.add(Frame(seconds_of(live.snapshot.at), live.snapshot, live.leases, live.uids))
+    writer.close()
+    shown: list[list[str]] = []
+    replayed = ReplayCore(Recording(tmp_path / "demo.gz"), Settings(), lab.environment(tmp_path))
+    for name, scene in (("live", live), ("replay", replayed.scene())):
+        (tmp_path / name).mkdir()  # for the preferences of each
+        async with made.still(tmp_path / name, scene, (160, 48)) as (app, pilot):
+            lists = [lab.screen(app).split("\n", 1)[1]]  # the picture, below the line with the label
+            for keys in ("t", "l", "P"):
+                await pilot.press("escape", keys)
+                await lab.settle(pilot, lambda: len(app.screen.query_one(Grid).tsv().splitlines()) > 3)
+                lists.append(app.screen.query_one(Grid).tsv())
+            shown.append(lists)
+    replayed.close()
+
+    # a recording rounds values, to 64 MiB for example: the last digit shown may differ
+    def rounded(text: str) -> str:
+        return " ".join(re.sub(r"(?:[\d.]+[a-zA-Z%°]*|[━╸─])+", "#", text).split())
+
+    assert [*map(rounded, shown[1])] == [*map(rounded, shown[0])]
