@@ -16,7 +16,7 @@ import time
 from functools import partial
 
 from gpuboard.agent.event_loop import IN, OUT, Loop
-from gpuboard.agent.launch import CallRefused
+from gpuboard.agent.launch import CallRefused, netlink
 from gpuboard.agent.proc import user_name
 
 MYPY = False
@@ -91,18 +91,10 @@ def port_holder(port: int) -> "Optional[str]":
 def addresses() -> "Dict[str, List[str]]":
     """Return the addresses of every interface, by its name, from netlink (rtnetlink(7))."""
     found: "Dict[str, List[str]]" = {}
-    request = struct.pack("=LHHLLBBBBi", 24, 22, 0x301, 1, 0, 0, 0, 0, 0, 0)  # RTM_GETADDR, REQUEST | DUMP, any family
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as netlink:
-        netlink.sendto(request, (0, 0))
-        while True:
-            data = netlink.recv(65536)
-            while data:
-                length, kind = struct.unpack_from("=LH", data)
-                if kind in (2, 3):  # NLMSG_ERROR, NLMSG_DONE
-                    return found
-                if kind == 20:  # RTM_NEWADDR: struct ifaddrmsg, then attributes
-                    _take_address(data[16:length], found)
-                data = data[(length + 3) & ~3 :]
+    for kind, message in netlink.dump(0, 22, struct.pack("=BBBBi", 0, 0, 0, 0, 0)):  # RTM_GETADDR, any family
+        if kind == 20:  # RTM_NEWADDR: struct ifaddrmsg, then attributes
+            _take_address(message, found)
+    return found
 
 
 def loopback_is_up() -> bool:
@@ -117,12 +109,7 @@ def loopback_is_up() -> bool:
 
 def _take_address(message: bytes, found: "Dict[str, List[str]]") -> None:
     family, _, _, _, index = struct.unpack_from("=BBBBi", message)
-    attributes = {}
-    rest = message[8:]
-    while len(rest) >= 4:
-        length, kind = struct.unpack_from("=HH", rest)
-        attributes[kind] = rest[4:length]
-        rest = rest[max(4, (length + 3) & ~3) :]
+    attributes = netlink.attributes(message[8:])
     raw = attributes.get(2, attributes.get(1))  # IFA_LOCAL: on point-to-point links IFA_ADDRESS is the peer's
     if raw is not None and family in (socket.AF_INET, socket.AF_INET6):
         text = socket.inet_ntop(family, raw)

@@ -4,6 +4,8 @@ import os
 import socket
 import struct
 
+from gpuboard.agent.launch import netlink
+
 MYPY = False
 if MYPY:
     from typing import Dict, Iterable
@@ -31,34 +33,28 @@ def _inodes(pid: int) -> "Iterable[int]":
     """Return the inodes of a process's sockets."""
     folder = "/proc/%d/fd" % pid
     try:
-        links = [os.readlink(os.path.join(folder, name)) for name in os.listdir(folder)]
-    except OSError:  # another user's, or one that has just closed a file
-        return []
-    return [int(link[8:-1]) for link in links if link.startswith("socket:[")]
+        names = os.listdir(folder)
+    except OSError:  # another user's
+        return
+    for name in names:
+        try:
+            link = os.readlink(os.path.join(folder, name))
+        except OSError:  # just closed
+            continue
+        if link.startswith("socket:["):
+            yield int(link[8:-1])
 
 
 def _counts(family: int) -> "Dict[int, int]":
     """Return the bytes of all established connections, by inode, from netlink (sock_diag(7))."""
-    found: "Dict[int, int]" = {}
-    # SOCK_DIAG_BY_FAMILY, REQUEST | DUMP; with INET_DIAG_INFO, state TCP_ESTABLISHED
-    request = struct.pack("=LHHLLBBBBL48x", 72, 20, 0x301, 1, 0, family, socket.IPPROTO_TCP, 2, 0, 2)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as netlink:  # NETLINK_SOCK_DIAG
-        netlink.sendto(request, (0, 0))
-        while True:
-            data = netlink.recv(65536)
-            while data:
-                length, kind = struct.unpack_from("=LH", data)
-                if kind in (2, 3):  # NLMSG_ERROR, NLMSG_DONE
-                    return found
-                message = data[16:length]
-                found[struct.unpack_from("=L", message, _INODE)[0]] = _transferred(message[_ATTRIBUTES:])
-                data = data[(length + 3) & ~3 :]
+    # with INET_DIAG_INFO, state TCP_ESTABLISHED
+    request = struct.pack("=BBBBL48x", family, socket.IPPROTO_TCP, 2, 0, 2)
+    return {
+        struct.unpack_from("=L", message, _INODE)[0]: _transferred(message[_ATTRIBUTES:])
+        for _, message in netlink.dump(4, 20, request)  # NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY
+    }
 
 
 def _transferred(attributes: bytes) -> int:
-    while len(attributes) >= 4:
-        length, kind = struct.unpack_from("=HH", attributes)
-        if kind == 2 and length >= 4 + _BYTES + 16:  # INET_DIAG_INFO: struct tcp_info
-            return sum(struct.unpack_from("=QQ", attributes, 4 + _BYTES))
-        attributes = attributes[max(4, (length + 3) & ~3) :]
-    return 0
+    info = netlink.attributes(attributes).get(2, b"")  # INET_DIAG_INFO: struct tcp_info
+    return sum(struct.unpack_from("=QQ", info, _BYTES)) if len(info) >= _BYTES + 16 else 0
