@@ -191,13 +191,13 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
     memo.aligned = reading is not None and now is reading.gpus
     views = []
     for place, (uuid, last, gpu) in enumerate(zip(memo.uuids, memo.gpus, now, strict=True)):
-        claims = on_gpus.get(uuid, _NO_CLAIMS) if on_gpus else _NO_CLAIMS
+        claims = on_gpus.get(uuid, _NO_CLAIMS)
         if (
             last is not None
             and gpu is not None
             and reading is not None
             and (steady or _gpu_without_numbers(gpu) == last.stable)
-            and (gpu.memory_used is not None if last.in_use else _is_quiet(gpu, last, limits))
+            and _is_quiet(gpu, last, limits)
             and (followed or ((other := before[place]) is not None and _decides_the_same(other, last, limits)))
             and (claims is last.claims or _same_claims(claims, last.claims))
             and ((not claims and not last.allocated) or unused(idle_for_s(uuid, facts, view), limits) == last.unused)
@@ -291,7 +291,6 @@ def _with_numbers(view: GpuView, gpu: GpuReading, held: list[Claim], at: float) 
     """Return a view with the newest numbers; ``at``: the node's clock."""
     processes = view.processes
     if processes:
-        loads = gpu.loads if len(gpu.loads) == len(processes) else loads_of(gpu)
         processes = [
             replace(
                 process,
@@ -300,7 +299,7 @@ def _with_numbers(view: GpuView, gpu: GpuReading, held: list[Claim], at: float) 
                 cpu_percent=load.cpu_percent,
                 host_memory=load.host_memory,
             )
-            for process, load in zip(processes, loads, strict=True)
+            for process, load in zip(processes, loads_of(gpu), strict=True)
         ]
     return replace(
         view,
