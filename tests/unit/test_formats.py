@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import msgspec
 import pytest
@@ -17,6 +16,7 @@ from gpuboard.leases.rank_map import rank_map, reachable_addresses
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.rankmap import RankMap, problems
 from gpuboard.model.request import ChosenGpu, Refusal, RefusedGpu
+from tests.steps import steps
 
 GPUS = (ChosenGpu("gpu02", 2, "GPU-c"), ChosenGpu("gpu02", 0, "GPU-a"), ChosenGpu("gpu01", 7, "GPU-h"))
 MAP = rank_map("k3f9xy", GPUS, {"gpu01": "10.0.0.1", "gpu02": "10.0.0.2"})
@@ -56,7 +56,7 @@ def test_addresses_are_those_of_the_common_network() -> None:
 
 
 def test_addresses_of_a_thousand_nodes() -> None:
-    """In linear time, about 0.2 s; comparing every pair of addresses takes half an hour."""
+    """In linear time; comparing every pair of addresses takes half an hour."""
     own = {
         f"n{i}": [
             f"172.{i % 100}.{i // 100}.1",
@@ -65,9 +65,8 @@ def test_addresses_of_a_thousand_nodes() -> None:
         ]
         for i in range(1000)
     }
-    began = time.process_time()
     assert reachable_addresses(own, {}) == {f"n{i}": f"10.0.{i // 250}.{i % 250}" for i in range(1000)}
-    assert time.process_time() - began < 30
+    assert steps(lambda: reachable_addresses(own, {})) < 5_000_000
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations
 
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuboard.leases.policy.topology import Matrix, best_group, equal_rows, matrix, ring_order
+from tests.steps import steps
 
 LINKS = (0, 10, 20, 40, 50, 110, 210, 410)
 
@@ -73,17 +73,13 @@ def test_the_group_is_the_best_of_the_best_split(case: tuple[list[list[int]], in
 
 
 @pytest.mark.parametrize("size", range(1, 17))
-def test_sixteen_unequal_gpus_take_less_than_50_ms(size: int) -> None:
+def test_sixteen_unequal_gpus_take_a_bounded_search(size: int) -> None:
     dice = random.Random(size)
     scores = matrix(16, lambda a, b: dice.randrange(10_000))
-    best_s = 1.0
-    for _ in range(3):  # the fastest of three: another process may have used the core
-        started = time.process_time()
-        found = best_group(scores, size)
-        best_s = min(best_s, time.process_time() - started)
+    found = best_group(scores, size)
     assert len(set(found.members)) == size
     assert found.score == inner(scores, found.members)
-    assert best_s < 0.05
+    assert steps(lambda: best_group(scores, size)) < 600_000
     assert found == best_group(scores, size)
 
 
