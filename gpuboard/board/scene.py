@@ -9,7 +9,7 @@ import msgspec
 
 from gpuboard.board.sums import sums_of
 from gpuboard.model.lease import Lease, LeaseList
-from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot, judged
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
@@ -55,8 +55,8 @@ class Scene:
             return self.places.get(uuid)
         if uuid not in self._found:
             nodes = self.snapshot.nodes
-            found = ((node, gpu) for node in reversed(nodes) for gpu in reversed(node.gpus) if gpu.uuid == uuid)
-            self._found[uuid] = next((Place(node, gpu) for node, gpu in found), None)
+            found = ((node, at) for node in reversed(nodes) for at, gpu in enumerate(judged(node)) if gpu.uuid == uuid)
+            self._found[uuid] = next((Place(node, node.gpus[at]) for node, at in found), None)
         return self._found[uuid]
 
     @cached_property

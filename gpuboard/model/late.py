@@ -8,7 +8,7 @@ from typing import TypeVar, overload
 
 T = TypeVar("T")
 
-_MAKING = threading.Lock()
+_MAKING = threading.RLock()  # reentrant: elements may be made of others
 
 
 class Late(Sequence[T]):

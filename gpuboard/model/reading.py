@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec.structs import replace
 
 from gpuboard.model.gpu import Count, GpuReading, GpuStatic, Load, Number, Sensors
+from gpuboard.model.late import Late, base_of
 
 
 class ClaimHolder(msgspec.Struct, frozen=True, gc=False):
@@ -70,7 +73,7 @@ class Reading(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reading
     seq: Count
     at: Number  # the node's clock, epoch seconds (shown, never compared with this host's)
     interval_s: Number  # between two readings; 0: only on request
-    gpus: list[GpuReading] = []
+    gpus: Sequence[GpuReading] = []
     nvml_error: str | None = None  # NVML as a whole: not installed, driver mismatch, hung
     claims: list[Claim] = []
     claims_error: str | None = None  # why this node cannot store claims
@@ -116,7 +119,7 @@ def applied(delta: ReadingDelta, old: Reading) -> Reading:
         old,
         seq=delta.seq,
         at=delta.at,
-        gpus=[_moved(gpu, numbers) for gpu, numbers in zip(old.gpus, delta.gpus, strict=True)],
+        gpus=_MovedGpus(base_of(old.gpus), delta.gpus),
         claims=delta.claims,
         cpu_percent=delta.cpu_percent,
         memory_used=delta.memory_used,
@@ -125,6 +128,22 @@ def applied(delta: ReadingDelta, old: Reading) -> Reading:
         net_received=delta.net_received,
         net_sent=delta.net_sent,
     )
+
+
+class _MovedGpus(Late[GpuReading]):
+    """The GPUs of the last whole reading with the numbers of a delta."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, gpus: Sequence[GpuReading], numbers: list[GpuNumbers]) -> None:
+        self.numbers = numbers
+        super().__init__(gpus, lambda: [_moved(*pair) for pair in zip(gpus, numbers, strict=True)])
+
+
+def numbers_of(reading: Reading) -> Sequence[GpuReading | GpuNumbers]:
+    """Return the numbers of each GPU; the same as its parts of ``reading.gpus``, which need not be made for them."""
+    gpus = reading.gpus
+    return gpus.numbers if isinstance(gpus, _MovedGpus) else gpus
 
 
 def _moved(gpu: GpuReading, numbers: GpuReading | GpuNumbers) -> GpuReading:
@@ -152,7 +171,7 @@ def shared(new: Reading, old: Reading | None) -> tuple[Reading, bool]:
     if old is None or len(new.gpus) != len(old.gpus):
         return new, False
     gpus, steady = [], True
-    for gpu, before in zip(new.gpus, old.gpus, strict=True):
+    for gpu, before in zip(new.gpus, base_of(old.gpus), strict=True):
         moved = _moved(before, gpu)
         if moved == gpu:
             gpus.append(moved)

@@ -6,11 +6,13 @@ Memory in bytes (used without reserved), temperature in °C, power in W, utiliza
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from gpuboard.model.gpu import Flag, GpuState, NodeState, Sensors
+from gpuboard.model.gpu import Flag, GpuReading, GpuState, NodeState, Sensors
+from gpuboard.model.late import Late, base_of
+from gpuboard.model.reading import GpuNumbers
 from gpuboard.model.units import format_duration
 
 
@@ -108,6 +110,9 @@ class GpuView(msgspec.Struct, frozen=True, gc=False):
     xids: list[XidView] | None = None  # the newest few, newest first
 
 
+GpuValues = GpuView | GpuReading | GpuNumbers  # what has the numbers of a GPU, by the same names
+
+
 class NodeView(msgspec.Struct, frozen=True, gc=False):
     """A node with its GPUs; one that was never read has none, and ``error`` has the reason."""
 
@@ -122,7 +127,7 @@ class NodeView(msgspec.Struct, frozen=True, gc=False):
     cpu_percent: float | None = None
     memory_used: int | None = None
     memory_total: int | None = None
-    gpus: list[GpuView] = []
+    gpus: Sequence[GpuView] = []
     hostname: str | None = None  # the node's own name
     addresses: list[str] = []
     claims_error: str | None = None  # why reservations cannot be held here
@@ -133,6 +138,33 @@ class NodeView(msgspec.Struct, frozen=True, gc=False):
     scheduler_reason: str | None = None  # why it is drained or down, set by whom and when
     scheduler_reservation: str | None = None
     connecting: bool = False  # "unreachable" so far, while its first answer is pending
+
+
+class MovedGpus(Late[GpuView]):
+    """GPUs whose newest numbers are put in when one of them is first looked at."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(
+        self, judged: Sequence[GpuView], numbers: Sequence[GpuValues], make: Callable[[], list[GpuView]]
+    ) -> None:
+        """``numbers``: of each GPU, for those who need no view."""
+        self.numbers = numbers
+        super().__init__(judged, make)
+
+
+def newest_values(node: NodeView) -> Iterable[tuple[GpuView, GpuValues]]:
+    """Return each GPU of a node as ``judged`` does, and what has its newest numbers."""
+    gpus = node.gpus
+    return zip(gpus.base, gpus.numbers, strict=True) if isinstance(gpus, MovedGpus) else zip(gpus, gpus, strict=True)
+
+
+def judged(node: NodeView) -> Sequence[GpuView]:
+    """Return a node's GPUs where states, flags, names and jobs are enough: numbers may be of an earlier reading.
+
+    The same object as long as only numbers have changed.
+    """
+    return base_of(node.gpus)
 
 
 class SchedulerView(msgspec.Struct, frozen=True, gc=False):

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from gpuboard.model.decoding import convert
+from gpuboard.model.late import plain
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.snapshot import NodeView, SchedulerView, Snapshot
 from gpuboard.model.text import clean
@@ -44,7 +45,7 @@ def to_tree(frame: Frame, before: Tree = None, *, commands: bool = False) -> Tre
     nodes = {}
     old = before["nodes"] if before else {}
     for node in frame.snapshot.nodes:
-        tree = msgspec.to_builtins(node)
+        tree = msgspec.to_builtins(node, enc_hook=plain)
         _round(tree)
         if not commands:
             _cut_commands(tree)

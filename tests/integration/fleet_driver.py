@@ -15,6 +15,7 @@ import msgspec
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory.nodes import inventory
 from gpuboard.config import Settings
+from gpuboard.model.late import plain
 
 
 def main(options: dict[str, Any]) -> None:
@@ -30,7 +31,7 @@ def main(options: dict[str, Any]) -> None:
     fleet.start()
     while not ended.is_set():
         fleet.wait_change(0.25)
-        sys.stdout.buffer.write(msgspec.json.encode(fleet.snapshot()) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.encode(fleet.snapshot(), enc_hook=plain) + b"\n")
         sys.stdout.buffer.flush()
     fleet.close()
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def plain(static: GpuStatic, reading: GpuReading) -> dict[str, Any]:
     return both
 
 
-def uuids(readings: list[GpuReading]) -> list[str]:
+def uuids(readings: Sequence[GpuReading]) -> list[str]:
     return [reading.uuid for reading in readings]
 
 

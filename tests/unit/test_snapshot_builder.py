@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gpuboard.board.history.records import sample
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, View, inert_static, node_claims
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, Process, Sensors, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static, shared
-from gpuboard.model.snapshot import GpuView, SchedulerView
+from gpuboard.model.snapshot import GpuView, SchedulerView, Snapshot, judged
 from gpuboard.model.state import Job, Ruling, Thresholds
 
 replace = msgspec.structs.replace
@@ -181,18 +183,34 @@ def test_later_snapshots_equal_those_of_a_new_builder(data: st.DataObject, one_s
     view = View(
         now=1000.0, at=1.0, cluster="c", thresholds=Thresholds(), users=USERS, interval_s=interval_s, one_shot=one_shot
     )
-    history, builder = History(data, view), SnapshotBuilder()
+    history, builder, late = History(data, view), SnapshotBuilder(), SnapshotBuilder()
     seen: dict[str, GpuView] = {}
+    unread: list[tuple[Snapshot, Snapshot]] = []
     for _ in range(data.draw(st.integers(2, 25))):
         history.happen()
         expected = SnapshotBuilder().snapshot(history.nodes, history.view)
         found = builder.snapshot(history.nodes, history.view)
         assert found == expected
+        unread.append((late.snapshot(history.nodes, history.view), expected))
+        assert [_judgements(judged(node)) for node in unread[-1][0].nodes] == [
+            _judgements(node.gpus) for node in expected.nodes
+        ]
         for gpu in found.nodes[0].gpus:
             before = seen.get(gpu.uuid, gpu)
             assert gpu.flags is not before.flags or "rogue" not in gpu.flags or rogue(gpu) == rogue(before)
             seen[gpu.uuid] = gpu
         assert [builder.claims(node, USERS) for node in history.nodes] == [node_claims(n, USERS) for n in history.nodes]
+    for found, expected in unread:  # their numbers are put in now, after all later readings
+        assert sample(found.nodes, {}, 0.0) == sample(expected.nodes, {}, 0.0)
+        assert found == expected
+
+
+def _judgements(gpus: Sequence[GpuView]) -> list[Any]:
+    """What does not depend on numbers alone."""
+    return [
+        (gpu.uuid, gpu.name, gpu.state, gpu.flags, gpu.sick, gpu.leases, gpu.jobs, gpu.error, gpu.xids, gpu.mig)
+        for gpu in gpus
+    ]
 
 
 def test_histories_change_every_field_of_a_gpu() -> None:

@@ -12,7 +12,7 @@ from math import sqrt
 from operator import itemgetter, methodcaller
 from typing import NamedTuple
 
-from gpuboard.model.snapshot import GpuView, NodeView
+from gpuboard.model.snapshot import GpuView, NodeView, judged, newest_values
 
 UTILIZATION, PEAK, MEMORY, TEMPERATURE, POWER, FREE = range(6)  # the planes
 PLANES = 6
@@ -91,7 +91,7 @@ def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> His
     """Return a record of nodes; adds their GPUs to ``columns``. Readings are untrusted: they are clamped."""
     for node in nodes:
         columns.setdefault(_NODE + node.name, len(columns))
-        for gpu in node.gpus:
+        for gpu in judged(node):
             columns.setdefault(gpu.uuid, len(columns))
     utilization, memory, temperature, power, free = (bytearray(len(columns)) for _ in range(5))
     for node in nodes:
@@ -105,7 +105,7 @@ def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> His
                 temperature[column] = _root_code(node.load1 * _LOAD_STEPS)
             if node.net_received is not None and node.net_sent is not None:
                 power[column] = _root_code((node.net_received + node.net_sent) / _NET_STEP)
-        for gpu in node.gpus:  # thousands: conditions in place of min, max and sqrt save a third of the time
+        for gpu, new in newest_values(node):  # conditions in place of min, max and sqrt save a third of the time
             column = columns[gpu.uuid]
             if gpu.mig:
                 free[column] = 1 + PARTS * sum(one.state == "free" for one in gpu.mig) // len(gpu.mig)
@@ -113,12 +113,12 @@ def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> His
                 free[column] = 1 + PARTS if gpu.state == "free" else 1
             if not is_current(node, gpu):
                 continue
-            used, total, watts = gpu.memory_used, gpu.memory_total, gpu.power
-            if (percent := gpu.utilization) is not None:
+            used, total, watts = new.memory_used, gpu.memory_total, new.power
+            if (percent := new.utilization) is not None:
                 utilization[column] = 1 + percent if 0 <= percent <= 100 else 101 if percent > 0 else 1
             if used is not None and total:
                 memory[column] = 1 + used * PARTS // total if 0 <= used <= total else 1 + PARTS if used > 0 else 1
-            if (degrees := gpu.temperature) is not None:
+            if (degrees := new.temperature) is not None:
                 temperature[column] = 1 + degrees if 0 <= degrees <= 254 else 255 if degrees > 0 else 1
             if watts is not None:
                 power[column] = (
@@ -130,7 +130,7 @@ def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> His
 
 def keys(nodes: Iterable[NodeView]) -> set[str]:
     """Return the columns that nodes and their GPUs have."""
-    return {key for node in nodes for key in (_NODE + node.name, *(gpu.uuid for gpu in node.gpus))}
+    return {key for node in nodes for key in (_NODE + node.name, *(gpu.uuid for gpu in judged(node)))}
 
 
 def host_key(name: str) -> str:

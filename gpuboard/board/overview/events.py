@@ -15,7 +15,7 @@ import msgspec
 
 from gpuboard.model.gpu import xid_words
 from gpuboard.model.lease import Lease, LeaseList
-from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot, judged
 from gpuboard.model.units import format_duration, ranges, seconds_of
 
 Kind = Literal[
@@ -59,7 +59,7 @@ def look(seen: Baseline, snapshot: Snapshot, leases: LeaseList) -> tuple[list[Cl
     for node in snapshot.nodes:
         name = node.name
         before = seen.nodes.get(name)
-        if before is not None and node.gpus is before.gpus and node.state == before.state:
+        if before is not None and judged(node) is judged(before) and node.state == before.state:
             nodes[name] = node
             continue
         if node.connecting:
@@ -74,8 +74,8 @@ def look(seen: Baseline, snapshot: Snapshot, leases: LeaseList) -> tuple[list[Cl
         last = up.get(name)
         up[name] = node
         if last is None:
-            bad.update(gpu.uuid for gpu in node.gpus if gpu.state == "broken")
-        elif last.gpus is not node.gpus:
+            bad.update(gpu.uuid for gpu in judged(node) if gpu.state == "broken")
+        elif judged(last) is not judged(node):
             events += _of_gpus(last, node, at, bad)
     ended, known = _of_leases(seen, snapshot, leases)
     return events + ended, Baseline(nodes, up, since, frozenset(bad), known, started=True)
@@ -93,14 +93,15 @@ def _of_node(before: NodeView, node: NodeView, at: str, since: str | None) -> It
 def _of_gpus(before: NodeView, node: NodeView, at: str, bad: set[str]) -> Iterator[ClusterEvent]:
     """Yield what happened to the GPUs of a node; those that are broken are kept in ``bad``."""
     # Identity is enough in the usual case, in which only numbers have changed; there are thousands of GPUs.
-    if len(before.gpus) == len(node.gpus) and all(
+    old_gpus, gpus = judged(before), judged(node)
+    if len(old_gpus) == len(gpus) and all(
         gpu.uuid is old.uuid
         and gpu.state is old.state
         and gpu.error is old.error
         and gpu.xids is old.xids
         and gpu.sick is old.sick
         and (gpu.flags is old.flags or "rogue" not in gpu.flags)
-        for old, gpu in zip(before.gpus, node.gpus, strict=True)
+        for old, gpu in zip(old_gpus, gpus, strict=True)
     ):
         return
     for old, gpu in _pairs(before, node):
@@ -141,8 +142,8 @@ def _of_gpu(old: GpuView, gpu: GpuView, bad: set[str]) -> Iterator[tuple[Kind, s
 
 def _pairs(before: NodeView, node: NodeView) -> Iterator[tuple[GpuView, GpuView | None]]:
     """Yield each GPU of ``before`` with its newest view; None where the node no longer lists it."""
-    found = {gpu.uuid: gpu for gpu in node.gpus}
-    yield from ((old, found.get(old.uuid)) for old in before.gpus)
+    found = {gpu.uuid: gpu for gpu in judged(node)}
+    yield from ((old, found.get(old.uuid)) for old in judged(before))
 
 
 def _kind_of(reason: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gpuboard.board.scene import Scene
-from gpuboard.model.snapshot import GpuView, NodeView
+from gpuboard.model.snapshot import GpuView, NodeView, judged
 
 ORDERS = ("idle", "held", "used")
 
@@ -24,7 +24,7 @@ class Person(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Tally(msgspec.Struct, gc=False):
-    gpus: list[GpuView]
+    gpus: Sequence[GpuView]
     held: Counter[str]
     used: Counter[str]
     idle: Counter[str]
@@ -32,7 +32,7 @@ class _Tally(msgspec.Struct, gc=False):
 
 
 class People:
-    """Counts per user; only nodes with new readings are counted again."""
+    """Counts per user; only nodes that were judged again are counted again."""
 
     def __init__(self) -> None:
         self._tallies: dict[str, _Tally] = {}
@@ -43,7 +43,7 @@ class People:
         tallies: dict[str, _Tally] = {}
         for node in scene.snapshot.nodes:
             tally = self._tallies.get(node.name)
-            if tally is None or tally.gpus is not node.gpus:  # claims are part of a reading, jobs of a view
+            if tally is None or tally.gpus is not judged(node):  # with claims, jobs and processes
                 tally = _count(node, scene)
             tallies[node.name] = tally
             held.update(tally.held)
@@ -56,8 +56,9 @@ class People:
 
 
 def _count(node: NodeView, scene: Scene) -> _Tally:
-    tally = _Tally(node.gpus, Counter(), Counter(), Counter(), Counter())
-    for gpu in node.gpus:
+    gpus = judged(node)
+    tally = _Tally(gpus, Counter(), Counter(), Counter(), Counter())
+    for gpu in gpus:
         holders: set[str] = set()
         for unit in gpu.mig or (gpu,):
             owners = {lease.owner for lease in scene.leases_on(unit.uuid)} | {job.user for job in unit.jobs}

@@ -8,7 +8,7 @@ from heapq import nsmallest
 import msgspec
 
 from gpuboard.board.scene import Scene
-from gpuboard.model.snapshot import GpuView, JobView, NodeView
+from gpuboard.model.snapshot import GpuView, JobView, judged
 from gpuboard.model.units import ranges, seconds_of
 
 _UNLIMITED_S = 366 * 86400.0  # a job without a limit is shown as a lease that ends in a year or later
@@ -33,10 +33,10 @@ class _Job(msgspec.Struct, gc=False):
 
 
 class Upcoming:
-    """Finds what ends next; only nodes with new readings are searched again for jobs."""
+    """Finds what ends next; only nodes that were judged again are searched again for jobs."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, tuple[list[GpuView], dict[str, _Job]]] = {}
+        self._jobs: dict[str, tuple[Sequence[GpuView], dict[str, _Job]]] = {}
 
     def of(self, scene: Scene, now: float, most: int) -> list[UpcomingEnd]:
         """Return the next ``most`` to end, the first one first. ``now``: epoch seconds."""
@@ -57,8 +57,9 @@ class Upcoming:
         kept = {}
         for node in scene.snapshot.nodes:
             memo = self._jobs.get(node.name)
-            if memo is None or memo[0] is not node.gpus:
-                memo = (node.gpus, _jobs_on(node))
+            gpus = judged(node)
+            if memo is None or memo[0] is not gpus:
+                memo = (gpus, _jobs_on(gpus))
             kept[node.name] = memo
             for name, job in memo[1].items():
                 views.setdefault(name, job.job)
@@ -73,9 +74,9 @@ class Upcoming:
         return nsmallest(most, found, key=lambda one: (one.until, one.name))
 
 
-def _jobs_on(node: NodeView) -> dict[str, _Job]:
+def _jobs_on(gpus: Sequence[GpuView]) -> dict[str, _Job]:
     jobs: dict[str, _Job] = {}
-    for gpu in node.gpus:
+    for gpu in gpus:
         for unit in gpu.mig or (gpu,):
             for job in unit.jobs:
                 jobs.setdefault(job.id, _Job(job, [])).indexes.append(gpu.index)

@@ -26,6 +26,7 @@ from gpuboard.cli.stderr import report, show_progress
 from gpuboard.cli.table import Cell, Row, elide, render, wrap, write_csv
 from gpuboard.errors import NoNodeReached, UsageError
 from gpuboard.leases.ledger import Scope
+from gpuboard.model.late import plain
 from gpuboard.model.snapshot import NodeView, Snapshot, scheduler_words, tally
 from gpuboard.model.state import STATES
 from gpuboard.model.text import clean, quoted
@@ -82,7 +83,7 @@ class StatusOutput:
     def show(self, scene: Scene) -> None:
         """Print a scene."""
         if self.kind == "json":
-            sys.stdout.buffer.write(msgspec.json.encode(self.selection.listed(scene)) + b"\n")
+            sys.stdout.buffer.write(msgspec.json.encode(self.selection.listed(scene), enc_hook=plain) + b"\n")
             sys.stdout.buffer.flush()
         elif self.kind == "csv":
             fields = columns.fields(self.names)

@@ -1,18 +1,18 @@
 """SnapshotBuilder: readings + claims + scheduler → Snapshot, with a memo of the last one.
 
-From one second to the next nearly every GPU changes in numbers only: utilization, temperature, power, run times of its
-processes. The memo keeps each view with the reading that it was made from, without its numbers. While the newest
-reading without its numbers equals that one, only the numbers of the view are replaced: msgspec compares and replaces in
-C, 0.1 µs each, where judging a GPU and making its view takes 9 µs. 1,000 nodes of 8 GPUs, all read again: 31 ms instead
-of 84. ``NodeFacts.steady`` (the feed has found that only numbers have changed) saves even the comparison: 37 ms instead
-of 47 on a busy machine. The first snapshot of a builder judges everything; over random histories the tests compare each
-later one with the first one of a new builder.
+From one second to the next nearly every GPU changes in numbers only: utilization, temperature, power, run times of
+its processes. The memo keeps what each view was made from, without its numbers: judging a GPU and making its view
+takes 9 µs. While that is the same, the new numbers are put into the view when somebody looks at it (``MovedGpus``),
+which a board does for the nodes that it shows. ``NodeFacts.steady`` (the feed has found that only numbers have
+changed) saves even the comparison. The first snapshot of a builder judges everything; over random histories the tests
+compare each later one with the first one of a new builder.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 
 import msgspec
 from msgspec.structs import replace
@@ -34,8 +34,9 @@ from gpuboard.cluster.snapshot.views import (
     standing,
 )
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load
-from gpuboard.model.reading import Claim, Reading
-from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
+from gpuboard.model.late import base_of
+from gpuboard.model.reading import Claim, GpuNumbers, Reading, numbers_of
+from gpuboard.model.snapshot import GpuValues, GpuView, MovedGpus, NodeView, Snapshot
 from gpuboard.model.state import Thresholds, claims_words, counted, rests_on_memory, unused
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
@@ -49,10 +50,11 @@ class _GpuMemo(msgspec.Struct, gc=False):
 
     stable: GpuReading  # its newest two readings without their numbers
     in_use: bool  # by a process that counts: then neither memory nor utilization decides anything
+    shared: bool  # its memory is the host's
+    of_lease: bool  # one of its processes names a lease
     claims: list[Claim]
     allocated: bool  # to a job
     unused: bool  # long enough that a held GPU is called idle
-    view: GpuView
 
 
 class _NodeMemo:
@@ -64,10 +66,20 @@ class _NodeMemo:
         self.order: list[GpuStatic] = in_order(facts, scheduled)
         self.uuids = [gpu.uuid for gpu in self.order]
         self.gpus: list[_GpuMemo | None] = [None] * len(self.order)
+        self.judged: list[GpuView] = []  # the GPUs of the last view, with numbers of any reading
         self.aligned = False  # the newest reading has exactly these GPUs, in this order
         self.stable: Reading | None = None
         self.view: NodeView | None = None  # None: not made yet
         self.constant = False  # no GPU changes before the next reading
+        self.by_numbers: list[tuple[int, _GpuMemo]] = []  # GPUs that memory and utilization can make others, by place
+        self.by_time: list[tuple[int, _GpuMemo]] = []  # … that become idle while they are allocated
+
+    def note(self) -> None:
+        """Note what can change the GPUs, after they were judged."""
+        known = [(place, last) for place, last in enumerate(self.gpus) if last is not None]
+        self.constant = len(known) == len(self.gpus) and not any(last.claims for _, last in known)
+        self.by_numbers = [(place, last) for place, last in known if not last.in_use]
+        self.by_time = [(place, last) for place, last in known if last.allocated]
 
 
 class SnapshotBuilder:
@@ -180,44 +192,87 @@ def _held(on_nodes: Iterable[tuple[str, Sequence[Claim]]]) -> Held:
     return Held(claims, frozenset((claim.lease, claim.owner) for claim in live))
 
 
-def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view: View) -> list[GpuView]:
-    """Return a node's GPUs: numbers replaced in the last view where that is enough, else judged."""
+def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view: View) -> Sequence[GpuView]:
+    """Return a node's GPUs: with other numbers where that is enough, else judged."""
     reading, limits, on_gpus = facts.reading, view.thresholds, held.on(facts.name)
     # What the GPUs of ``memo`` were compared with last time is not compared again.
     followed = facts.previous is memo.facts.reading or facts is memo.facts or view.one_shot
     steady = facts is memo.facts or (facts.steady and facts.previous is memo.facts.reading)
+    if steady and same_leases and not on_gpus and reading is not None and _stays(memo, reading, facts, view):
+        return _with_later_numbers(memo.judged, numbers_of(reading), None, reading.at, view)
     before = [] if followed else _aligned(facts.previous, memo.uuids)
-    now = reading.gpus if reading and steady and memo.aligned else _aligned(reading, memo.uuids)
-    memo.aligned = reading is not None and now is reading.gpus
-    views = []
+    now: Sequence[GpuReading | GpuNumbers | None]
+    if steady and memo.aligned and reading is not None:
+        now = numbers_of(reading)
+    else:
+        now = whole = _aligned(reading, memo.uuids)
+        memo.aligned = reading is not None and whole is reading.gpus
+    again: dict[int, GpuView] = {}  # judged now, by their places
     for place, (uuid, last, gpu) in enumerate(zip(memo.uuids, memo.gpus, now, strict=True)):
         claims = on_gpus.get(uuid, _NO_CLAIMS)
         if (
             last is not None
             and gpu is not None
-            and reading is not None
-            and (steady or _gpu_without_numbers(gpu) == last.stable)
+            and (steady or isinstance(gpu, GpuNumbers) or _gpu_without_numbers(gpu) == last.stable)
             and _is_quiet(gpu, last, limits)
             and (followed or ((other := before[place]) is not None and _decides_the_same(other, last, limits)))
             and (claims is last.claims or _same_claims(claims, last.claims))
             and ((not claims and not last.allocated) or unused(idle_for_s(uuid, facts, view), limits) == last.unused)
-            and (same_leases or not gpu.processes or all(p.lease is None for p in gpu.processes))
+            and (same_leases or not last.of_lease)
         ):
-            last.view = _with_numbers(last.view, gpu, claims, reading.at)
             last.claims = claims
-            views.append(last.view)
         else:
-            readings = (gpu, _aligned(facts.previous, memo.uuids)[place])
-            views.append(gpu_view(memo.order[place], readings, facts, held, view))
-            memo.gpus[place] = _gpu_memo(readings, facts, claims, views[-1], view)
-    memo.constant = all(gpu is not None and not gpu.claims for gpu in memo.gpus)
-    return views
+            readings = (_aligned(reading, memo.uuids)[place], _aligned(facts.previous, memo.uuids)[place])
+            made = again[place] = gpu_view(memo.order[place], readings, facts, held, view)
+            memo.gpus[place] = _gpu_memo(readings, facts, claims, made, view)
+    if again:
+        memo.judged = [again.get(place, old) for place, old in enumerate(memo.judged or again.values())]
+        memo.note()
+    if reading is None or len(again) == len(now):
+        return memo.judged
+    numbers = [again.get(place) or gpu or memo.judged[place] for place, gpu in enumerate(now)]
+    claims_on = [on_gpus.get(uuid, _NO_CLAIMS) for uuid in memo.uuids] if on_gpus else None
+    return _with_later_numbers(memo.judged, numbers, claims_on, reading.at, view)
+
+
+def _stays(memo: _NodeMemo, reading: Reading, facts: NodeFacts, view: View) -> bool:
+    """Return whether no GPU is judged again where only numbers have changed and there is no claim: nearly always."""
+    limits, numbers = view.thresholds, numbers_of(reading)
+    return (
+        memo.constant
+        and memo.aligned
+        and all(_is_quiet(numbers[place], last, limits) for place, last in memo.by_numbers)
+        and all(
+            unused(idle_for_s(memo.uuids[place], facts, view), limits) == last.unused for place, last in memo.by_time
+        )
+    )
+
+
+def _with_later_numbers(
+    judged: list[GpuView],
+    numbers: Sequence[GpuValues],
+    held: Sequence[Sequence[Claim]] | None,
+    at: float,
+    view: View,
+) -> Sequence[GpuView]:
+    """Return views with other numbers, which are put in at once for callers of the Python interface.
+
+    ``numbers``: a view's own where it was judged now. ``held``: the claims on each GPU; None: there are none.
+    """
+
+    def make() -> list[GpuView]:
+        return [
+            one if isinstance(new, GpuView) else _with_numbers(one, new, claims, at)
+            for one, new, claims in zip(judged, numbers, held or repeat(_NO_CLAIMS))  # noqa: B905 - repeat() has no end
+        ]
+
+    return make() if view.one_shot else MovedGpus(judged, numbers, make)
 
 
 def _aligned(reading: Reading | None, uuids: list[str]) -> Sequence[GpuReading | None]:
     """Return a reading's GPUs with these UUIDs (the first of duplicates); nearly always they are all, in this order."""
-    gpus = reading.gpus if reading else []
-    if [gpu.uuid for gpu in gpus] == uuids:
+    gpus = reading.gpus if reading else ()
+    if [gpu.uuid for gpu in base_of(gpus)] == uuids:
         return gpus
     found = {gpu.uuid: gpu for gpu in reversed(gpus)}
     return [found.get(uuid) for uuid in uuids]
@@ -267,13 +322,13 @@ def _decides_the_same(gpu: GpuReading, last: _GpuMemo, limits: Thresholds) -> bo
     return _gpu_without_numbers(gpu) == last.stable and _is_quiet(gpu, last, limits)
 
 
-def _is_quiet(gpu: GpuReading, last: _GpuMemo, limits: Thresholds) -> bool:
+def _is_quiet(gpu: GpuReading | GpuNumbers, last: _GpuMemo, limits: Thresholds) -> bool:
     """Return whether memory and utilization decide nothing: something else does, or they are as of an idle GPU."""
     memory, utilization = gpu.memory_used, gpu.utilization
     return memory is not None and (
         last.in_use
         or (
-            (memory <= limits.occupied_memory or last.view.memory_shared)
+            (memory <= limits.occupied_memory or last.shared)
             and (utilization is None or utilization < limits.busy_utilization)
         )
     )
@@ -287,7 +342,7 @@ def _same_claims(some: Sequence[Claim], others: Sequence[Claim]) -> bool:
     )
 
 
-def _with_numbers(view: GpuView, gpu: GpuReading, held: list[Claim], at: float) -> GpuView:
+def _with_numbers(view: GpuView, gpu: GpuReading | GpuNumbers, held: Sequence[Claim], at: float) -> GpuView:
     """Return a view with the newest numbers; ``at``: the node's clock."""
     processes = view.processes
     if processes:
@@ -299,7 +354,7 @@ def _with_numbers(view: GpuView, gpu: GpuReading, held: list[Claim], at: float) 
                 cpu_percent=load.cpu_percent,
                 host_memory=load.host_memory,
             )
-            for process, load in zip(processes, loads_of(gpu), strict=True)
+            for process, load in zip(processes, loads_of(gpu, len(processes)), strict=True)
         ]
     return replace(
         view,
@@ -327,7 +382,15 @@ def _gpu_memo(
         return None  # ages, MIG devices and processes of unknown memory are more than numbers, and rare
     in_use = bool(counted(gpu, view.thresholds))
     is_unused = unused(idle_for_s(made.uuid, facts, view), view.thresholds)
-    memo = _GpuMemo(_gpu_without_numbers(gpu), in_use, claims, made.state == "allocated", is_unused, made)
+    memo = _GpuMemo(
+        stable=_gpu_without_numbers(gpu),
+        in_use=in_use,
+        shared=made.memory_shared,
+        of_lease=any(process.lease is not None for process in gpu.processes or ()),
+        claims=claims,
+        allocated=made.state == "allocated",
+        unused=is_unused,
+    )
     if not _is_quiet(gpu, memo, view.thresholds):
         return None
     if view.one_shot:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from gpuboard.cluster.snapshot import scheduler_jobs
 from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, in_order
+from gpuboard.model.late import base_of
 from gpuboard.model.schedule import Schedule, SchedulerNode, Seen
 from gpuboard.model.state import Ruling
 from gpuboard.model.text import clean
@@ -118,7 +119,7 @@ class Join:
 def _evidence(facts: NodeFacts) -> dict[str, set[str]]:
     """Return the numbers of the jobs whose processes run on each GPU."""
     found: dict[str, set[str]] = {}
-    for gpu in facts.reading.gpus if facts.reading else []:
+    for gpu in base_of(facts.reading.gpus) if facts.reading else ():
         for uuid, processes in [(gpu.uuid, gpu.processes), *((part.uuid, part.processes) for part in gpu.mig)]:
             if numbers := {process.job for process in processes or [] if process.job}:
                 found[uuid] = numbers

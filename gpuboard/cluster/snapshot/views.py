@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, NodeState, Process, Xid
-from gpuboard.model.reading import Claim, Hello, Reading, Static
+from gpuboard.model.reading import Claim, GpuNumbers, Hello, Reading, Static
 from gpuboard.model.snapshot import (
     GpuView,
     JobView,
@@ -167,7 +167,7 @@ def in_order(facts: NodeFacts, scheduled: Scheduled | None = None) -> list[GpuSt
     return sorted(facts.known.values(), key=lambda gpu: (gpu.index, gpu.uuid))
 
 
-def node_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
+def node_view(facts: NodeFacts, gpus: Sequence[GpuView], view: View) -> NodeView:
     """Return a node's view with the views of its GPUs."""
     if is_unseen(facts, view):
         return _unseen_view(facts, gpus, view)
@@ -218,7 +218,7 @@ def _is_awaited(facts: NodeFacts) -> bool:
     return facts.reading is None and facts.error is None and not facts.closed
 
 
-def _unseen_view(facts: NodeFacts, gpus: list[GpuView], view: View) -> NodeView:
+def _unseen_view(facts: NodeFacts, gpus: Sequence[GpuView], view: View) -> NodeView:
     scheduled = view.scheduled[facts.name]
     error = scheduled.doubt or facts.error
     state: NodeState = "up"
@@ -287,7 +287,7 @@ def gpu_view(
         if reading is None or processes is None
         else [
             _process(p, load, p.pid in verdict.rogue, facts, view)
-            for p, load in zip(processes, loads_of(reading), strict=True)
+            for p, load in zip(processes, loads_of(reading, len(processes)), strict=True)
         ],
         leases=[claim.lease for claim in about.claims] or _NOTHING,
         jobs=_jobs(about.ruling) or _NOTHING,
@@ -416,9 +416,9 @@ def _named(reading: GpuReading | None, users: Mapping[str, str]) -> GpuReading |
     return msgspec.structs.replace(reading, processes=named)
 
 
-def loads_of(reading: GpuReading) -> Sequence[Load]:
-    """Return the load of each process of a GPU; nothing is known of those that the node lists none for."""
-    loads, count = reading.loads, len(reading.processes or ())
+def loads_of(reading: GpuReading | GpuNumbers, count: int) -> Sequence[Load]:
+    """Return the load of each of the ``count`` processes of a GPU; nothing is known of those that it lists none for."""
+    loads = reading.loads
     return loads if len(loads) == count else [*loads, *[_NO_LOAD] * count][:count]
 
 

@@ -280,9 +280,11 @@ def unread_nodes(snapshot: Snapshot) -> list[str]:
 
 def indexes(nodes: Iterable[NodeView]) -> dict[str, dict[str, int]]:
     """Return NVML's index of each GPU by its node and UUID; of a MIG device, that of its GPU."""
+    from gpuboard.model.snapshot import judged  # late: a keeper has no snapshot
+
     return {
-        node.name: {gpu.uuid: gpu.index for gpu in node.gpus}
-        | {device.uuid: gpu.index for gpu in node.gpus for device in gpu.mig}
+        node.name: {gpu.uuid: gpu.index for gpu in judged(node)}
+        | {device.uuid: gpu.index for gpu in judged(node) for device in gpu.mig}
         for node in nodes
     }
 
