@@ -157,17 +157,13 @@ def natural(name: str) -> tuple[tuple[str, int], ...]:
 
 
 def users_of(of: GpuView | MigView, scene: Scene) -> tuple[str, ...]:
-    """Return the users of a GPU or a MIG device, each once: owners of leases, jobs, processes (most memory first).
-
-    Of MIG devices processes are not known.
-    """
+    """Return the users of a GPU or a MIG device, each once: owners of leases, jobs, processes (most memory first)."""
     names: dict[str, None] = {}
     for lease in scene.leases_on(of.uuid):
         names[lease.owner] = None
     for job in of.jobs:
         names[job.user] = None
-    processes = of.processes if isinstance(of, GpuView) else None
-    for process in sorted(processes or (), key=lambda process: -(process.memory or 0)):
+    for process in sorted(of.processes or (), key=lambda process: -(process.memory or 0)):
         if process.user is not None:
             names[process.user] = None
     return tuple(names)
@@ -247,7 +243,7 @@ def as_gpu(gpu: GpuView, device: MigView) -> GpuView:
         memory_total=device.memory_total,
         leases=device.leases,
         jobs=device.jobs,
-        processes=[],  # of which device they are is not known
+        processes=device.processes,
         mig=[],
     )
 

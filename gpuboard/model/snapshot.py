@@ -64,6 +64,7 @@ class MigView(msgspec.Struct, frozen=True, gc=False):
     memory_total: int | None
     leases: list[str] = []
     jobs: list[JobView] = []
+    processes: list[ProcessView] | None = None  # also among those of its GPU; None: not readable
 
 
 class GpuView(msgspec.Struct, frozen=True, gc=False):

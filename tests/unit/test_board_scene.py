@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gpuboard.board.arrange import users_of
+from gpuboard.board.arrange import as_gpu, users_of
 from gpuboard.board.scene import Scene
 from gpuboard.board.tables.held import held
 from gpuboard.model.snapshot import ProcessView
@@ -67,3 +67,12 @@ def test_a_replay_of_simulated_nodes_has_both_labels() -> None:
     for source, label in (("nvml", "REPLAY"), ("simulated", "REPLAY  SIMULATED")):
         scene = made.scene(msgspec.structs.replace(plain, source=source))
         assert Scene(scene.snapshot, scene.leases, uids={}, label="REPLAY").label == label
+
+
+def test_users_of_a_mig_device_are_those_of_its_processes() -> None:
+    gpu = made.mig("gpu01", 0, "busy", "busy")
+    device = msgspec.structs.replace(gpu.mig[0], processes=[ProcessView(7, "carol", "python", 1, "compute")])
+    scene = made.scene(made.node("gpu01", [gpu]))
+    assert users_of(device, scene) == ("carol",)
+    assert users_of(as_gpu(gpu, device), scene) == ("carol",)
+    assert users_of(gpu.mig[1], scene) == ()

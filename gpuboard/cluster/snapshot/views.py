@@ -19,7 +19,7 @@ from gpuboard.model.snapshot import (
     SchedulerView,
     XidView,
 )
-from gpuboard.model.state import Facts, Job, Ruling, Thresholds, judge, nvml_error
+from gpuboard.model.state import Facts, Job, Ruling, Thresholds, Verdict, judge, nvml_error
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
 
@@ -266,7 +266,6 @@ def gpu_view(
         idle_for_s=idle_for_s(static.uuid, facts, view),
     )
     verdict = judge(about, view.thresholds)
-    processes = reading.processes if reading else None
     return GpuView(
         index=static.index,
         uuid=static.uuid,
@@ -283,15 +282,10 @@ def gpu_view(
         temperature=reading.temperature if reading else None,
         power=reading.power if reading else None,
         power_limit=reading.power_limit if reading else None,
-        processes=None
-        if reading is None or processes is None
-        else [
-            _process(p, load, p.pid in verdict.rogue, facts, view)
-            for p, load in zip(processes, loads_of(reading, len(processes)), strict=True)
-        ],
+        processes=_processes(reading, verdict, facts, view),
         leases=[claim.lease for claim in about.claims] or _NOTHING,
         jobs=_jobs(about.ruling) or _NOTHING,
-        mig=[_mig(device, about, held.on(facts.name), scheduled, view) for device in static.mig or []] or _NOTHING,
+        mig=[_mig(device, about, facts, held, view) for device in static.mig or []] or _NOTHING,
         numa_node=static.numa_node,
         links=static.links,
         pci=static.pci,
@@ -362,22 +356,21 @@ def _job(job: Job) -> JobView:
     return JobView(job.id, job.user, job.partition, None if job.until is None else iso(job.until))
 
 
-def _mig(
-    device: MigStatic, parent: Facts, claims: Mapping[str, list[Claim]], scheduled: Scheduled | None, view: View
-) -> MigView:
+def _mig(device: MigStatic, parent: Facts, facts: NodeFacts, held: Held, view: View) -> MigView:
     """Judge a MIG device like a GPU: by its memory and processes, and by its parent's mode, health and claims."""
     assert parent.static.mig is not None
     static = GpuStatic(
         index=parent.static.index, uuid=device.uuid, name="", pci_bus_id="", memory_total=device.memory_total
     )
-    own = list(claims.get(device.uuid, ()))
+    reading = _mig_reading(device.uuid, parent.reading)
+    own = list(held.on(facts.name).get(device.uuid, ()))
     about = msgspec.structs.replace(
         parent,
         static=static,
-        reading=_mig_reading(device.uuid, parent.reading),
-        previous=_mig_reading(device.uuid, parent.previous),
+        reading=_named(reading, view.users),
+        previous=_named(_mig_reading(device.uuid, parent.previous), view.users),
         claims=(*own, *parent.claims),
-        ruling=_ruling(scheduled, device.uuid, view.users) or parent.ruling,
+        ruling=_ruling(view.scheduled.get(facts.name), device.uuid, view.users) or parent.ruling,
         idle_for_s=None,
     )
     verdict = judge(about, view.thresholds)
@@ -386,10 +379,11 @@ def _mig(
         profile=device.profile,
         state=verdict.state,
         reason=clean(verdict.reason),
-        memory_used=about.reading.memory_used if about.reading else None,
+        memory_used=reading.memory_used if reading else None,
         memory_total=device.memory_total,
         leases=[claim.lease for claim in about.claims],
         jobs=_jobs(about.ruling),
+        processes=_processes(reading, verdict, facts, view),
     )
 
 
@@ -404,6 +398,7 @@ def _mig_reading(uuid: str, parent: GpuReading | None) -> GpuReading | None:
         memory_used=found.memory_used if found else None,
         processes=found.processes if found else None,
         utilization=None,  # not measured for MIG devices
+        loads=[],  # as above
         mig=[],
     )
 
@@ -420,6 +415,16 @@ def loads_of(reading: GpuReading | GpuNumbers, count: int) -> Sequence[Load]:
     """Return the load of each of the ``count`` processes of a GPU; nothing is known of those that it lists none for."""
     loads = reading.loads
     return loads if len(loads) == count else [*loads, *[_NO_LOAD] * count][:count]
+
+
+def _processes(reading: GpuReading | None, verdict: Verdict, facts: NodeFacts, view: View) -> list[ProcessView] | None:
+    processes = reading.processes if reading else None
+    if reading is None or processes is None:
+        return None
+    return [
+        _process(process, load, process.pid in verdict.rogue, facts, view)
+        for process, load in zip(processes, loads_of(reading, len(processes)), strict=True)
+    ]
 
 
 def _process(process: Process, load: Load, rogue: bool, facts: NodeFacts, view: View) -> ProcessView:
