@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import queue
 import re
@@ -73,7 +72,7 @@ class Writer:
     """Writes to the user's streams in a thread, so that a full pipe (e.g. of a pager) does not block the head."""
 
     def __init__(self, failed: Callable[[TextIO, OSError], None]) -> None:
-        """``failed`` is called at the first error of a stream, except where its reader has gone."""
+        """``failed`` is called at the first error of a stream; BrokenPipeError: its reader has gone."""
         self._failed = failed
         self._queue: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -102,7 +101,7 @@ class Writer:
                     _write(stream, text.encode(encoding, "replace"), encoding)
             except (OSError, ValueError) as error:  # the run and its logs continue
                 self.closed.add(stream)
-                if isinstance(error, OSError) and error.errno != errno.EPIPE:  # `| head` wants no more
+                if isinstance(error, OSError):
                     self._failed(stream, error)
             with self._lock:
                 self.backlog -= len(text)
@@ -132,7 +131,11 @@ def _write_all(fd: int, data: bytes) -> None:
 class Screen:
     """The user's stdout and stderr. On a terminal the newest unfinished line stays below all others."""
 
-    def __init__(self, out: TextIO, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, out: TextIO, err: TextIO, clock: Callable[[], float] = time.monotonic, *, gone: str = ""
+    ) -> None:
+        """``gone``: what to say on ``err`` when the reader of ``out`` has gone, as at the end of ``| head``."""
+        self._gone = gone
         self._streams: dict[Stream, TextIO] = {"out": out, "err": err}
         self._terminals = {name: stream.isatty() for name, stream in self._streams.items()}
         self._clock = clock
@@ -191,9 +194,12 @@ class Screen:
 
     def _write_failed(self, stream: TextIO, error: OSError) -> None:
         """Report the error; called in a writer's thread."""
-        self.failed = True
-        if stream is self._streams["out"]:  # about stderr nothing can be reported: stdout is data
-            words = f"cannot write to stdout: {error.strerror}; the rest of the ranks' output is in the run's logs only"
+        words = f"cannot write to stdout: {error.strerror}; the rest of the ranks' output is in the run's logs only"
+        if isinstance(error, BrokenPipeError):  # the reader wants no more
+            words = self._gone
+        else:
+            self.failed = True
+        if words and stream is self._streams["out"]:  # about stderr nothing can be reported: stdout is data
             self._put("err", f"gpuboard: {words}\n")
 
     def pin(self, line: str) -> None:

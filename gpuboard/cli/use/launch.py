@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 NAME = "launch"
 HELP = "start distributed PyTorch, one rank per GPU; explain failures"
 
+_CLOSED = "stdout is closed; the run goes on, and the rest of its ranks' output is in its logs only"
 _EPILOG = """\
 TARGET is a script (train.py), a module (-m package.module), or a function
 (package.module:function) that each rank calls inside the process group; with
@@ -271,7 +272,7 @@ def _screen(*, quiet: bool, stdout: bool) -> Iterator[Screen]:
     with contextlib.ExitStack() as stack:
         null = stack.enter_context(open(os.devnull, "w", encoding="utf-8")) if quiet else None
         out = sys.stdout if stdout else sys.stderr
-        yield stack.enter_context(contextlib.closing(Screen(null or out, null or sys.stderr)))
+        yield stack.enter_context(contextlib.closing(Screen(null or out, null or sys.stderr, gone=_CLOSED)))
 
 
 def _whole_lease(plan: LaunchPlan, context: Context) -> RankMap | None:
