@@ -7,8 +7,9 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
+
+from tests.waiting import until
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 
@@ -42,7 +43,7 @@ class Sshd:
     def start(self) -> None:
         """Start the server, at first and after ``stop``."""
         self.process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(self.folder / "sshd_config")])
-        wait_port(self.port)
+        until(lambda: _listens(self.port), "sshd's port")
 
     def host(self, alias: str, **options: object) -> None:
         """Write a ``Host`` block for ``alias``; ``options`` add to the defaults or replace them."""
@@ -77,17 +78,10 @@ def make_key(path: Path) -> Path:
     return path
 
 
-def wait_port(port: int, timeout_s: float = 60.0) -> None:
-    """Wait until a process listens on ``port``."""
-    until = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.02)
+def _listens(port: int) -> bool:
+    """Return whether a process listens on ``port``, without a connection, which sshd would start a process for."""
+    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(one[1].endswith(f":{port:04X}") and one[3] == "0A" for one in sockets)
 
 
 def children(pid: int) -> list[int]:

@@ -111,7 +111,6 @@ def test_a_node_of_a_scheduler_is_asked_only_over_permitted_routes(tmp_path: Pat
         book.look(["far01"], now=True)
         return [entry.unread or entry.view.state for entry in book.read()]
 
-    until(lambda: not children(far.process.pid), "the end of the check that sshd listens")
     with closing(book):
         note(lab.environment(tmp_path), msgspec.structs.replace(view("rfar2345"), node="far01"))
         refused = ['not permitted: you have no job running there; start a job there, or set ssh = "all"']
