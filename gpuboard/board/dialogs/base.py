@@ -95,7 +95,10 @@ def lease_duration(label: str, most_s: float) -> Field:
     return Field("for", label, usual, most, "30m", duration(most_s))
 
 
-def button(words: str, action: str, variant: Literal["default", "primary", "error"] = "default") -> Button:
+Variant = Literal["default", "primary", "error"]
+
+
+def button(words: str, action: str, variant: Variant = "default") -> Button:
     """Return a button that runs an ``action`` of its dialog; its id is the action's name."""
     return Button(Content(words), id=action, variant=variant, compact=True)
 
@@ -391,6 +394,7 @@ class Confirm(Box[bool]):
         Binding("y", "yes", "Yes", id="dialog.yes"),
         Binding("n", "cancel", "No", id="dialog.no"),
     ]
+    VARIANT: ClassVar[Variant] = "error"  # of the button that confirms
 
     def __init__(self, question: str, detail: str | Text, *, verb: str) -> None:
         super().__init__(question)
@@ -403,7 +407,7 @@ class Confirm(Box[bool]):
 
     def buttons(self) -> Iterator[Button]:
         yield from super().buttons()
-        yield button(f"{self._verb} (y)", "yes", "error")
+        yield button(f"{self._verb} (y)", "yes", self.VARIANT)
 
     def on_mount(self) -> None:
         """Give Cancel the focus: enter must not confirm."""

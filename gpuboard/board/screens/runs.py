@@ -94,6 +94,7 @@ class StopConfirm(Confirm):
     """Asks whether to stop a run: with its grace period, or at once (then ``now`` is set)."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("K", "kill", "Kill now", id="dialog.kill")]
+    VARIANT = "primary"  # red is for the other one, which saves nothing
 
     def __init__(self, entry: RunEntry, grace_s: float | None) -> None:
         self.now = False

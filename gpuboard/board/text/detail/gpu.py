@@ -46,12 +46,14 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
     else:
         lines += [[(gpu.uuid, "dim")], [("   ".join(place_words), "dim")]]
     state = f"{LETTERS.get(gpu.state, '?')} {gpu.state}"
-    lines += named("State", f"{state}: {gpu.reason}", gpu.state, width)
+    leases = {one.id: one for one in scene.leases_on(gpu.uuid)}
+    listed = gpu.state == "reserved" and gpu.leases and leases.keys() >= set(gpu.leases)  # below, with the same words
+    lines += named("State", state if listed else f"{state}: {gpu.reason}", gpu.state, width)
     for flag in shown_flags(gpu):
         words = "; ".join(gpu.sick) if flag == "sick" and gpu.sick else FLAG_WORDS.get(flag, "")
         lines += named("", f"{flag}: {words}", flag_role(flag), width)
     for lease_id in gpu.leases:
-        lease = next((one for one in scene.leases_on(gpu.uuid) if one.id == lease_id), None)
+        lease = leases.get(lease_id)
         words = lease_id if lease is None else f"{lease_id} of {lease.owner}, {format_duration(lease.remaining_s)} left"
         if lease is not None and lease.purpose:
             words += f": {lease.purpose}"
