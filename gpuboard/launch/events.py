@@ -89,7 +89,7 @@ class Raised(msgspec.Struct, frozen=True):
 class Leaving(msgspec.Struct, frozen=True):
     """The script of a rank has ended, at its end or by sys.exit(); its interpreter is still ending.
 
-    With code 0: its newest collectives, as numbers and indexes into ``calls``. ``place``: of a sys.exit() with another.
+    With code 0: its newest collectives, as numbers and indexes into ``calls``. ``place``: of a sys.exit().
     """
 
     rank: Count

@@ -23,6 +23,7 @@ from gpuboard.launch.stalls.differences import difference, evidence_of, last_cal
 from gpuboard.launch.stalls.evidence import RankEvidence
 from gpuboard.launch.stalls.verdict import INIT_ONCE
 from gpuboard.launch.stalls.waits import RankStatus, rank_words
+from gpuboard.launch.stalls.words import exit_place
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
 from gpuboard.model.text import clean
 
@@ -278,6 +279,7 @@ class FailureWatch:
                 joined=rank in self.joined,
                 ended=rank in self.exits or view.state == "lost",
                 exit_code=self.exits[rank].code if rank in self.exits else None,
+                exit_place=self._exit_places.get(rank, ""),
                 quiet_s=quiet_s(rank, now),
                 last_error=self._last_error.get(rank, ""),
             )
@@ -329,6 +331,7 @@ class FailureWatch:
             self._last_error,
             self._where,
             self._code_text,
+            self._exit_places,
         )
 
     def _terminated(self, cause: Cause) -> bool:
@@ -455,6 +458,7 @@ class FailureWatch:
             text = (
                 f"{self._where(gone[0])} ended with exit code 0 before init_process_group; "
                 f"{rank_words(waiting)} would wait for it until the timeout"
+                f"{exit_place([self._exit_places.get(gone[0], '')])}"
             )
             self._candidates.append(Cause("before-init", gone[0], self.ranks[gone[0]].node, text, at=now))
 

@@ -455,7 +455,8 @@ dist.all_reduce(torch.ones(1))
         ),
         (
             "sys.exit(0)",
-            r"rank 1 \(\S+:1\) ended with exit code 0 in the middle of training; rank 0 lost the connection to it",
+            r"rank 1 \(\S+:1\) ended with exit code 0 in the middle of training; rank 0 lost the connection to it; "
+            r"sys\.exit\(\) was called at \S+/script\.py:6",
             1,
         ),
         (

@@ -299,10 +299,11 @@ def test_a_stopped_or_blocked_rank_comes_first(state: str, words: str) -> None:
 
 
 def test_a_rank_that_ended_is_the_one_that_is_waited_for() -> None:
-    ended = status(1, ended=True, exit_code=0)
+    ended = status(1, ended=True, exit_code=0, exit_place="train.py:9 in main")
     found = diagnose({0: activity(status(0), WAITING), 1: activity(ended, None)})
     assert found is not None
     assert found.kind == "stall-ended"
+    assert found.words.endswith("; sys.exit() was called at train.py:9 in main")
     assert "for rank 1 (gpu01:1), which ended with exit code 0 and takes part in no further collective" in found.words
 
 

@@ -14,7 +14,7 @@ from gpuboard.launch.runs.folder import RankView
 from gpuboard.launch.stalls.differences import LastCall
 from gpuboard.launch.stalls.verdict import UNEVEN_INPUTS
 from gpuboard.launch.stalls.waits import rank_words
-from gpuboard.launch.stalls.words import is_warning
+from gpuboard.launch.stalls.words import exit_place, is_warning
 from gpuboard.model.text import clean
 
 _SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
@@ -38,6 +38,7 @@ class Failures(NamedTuple):
     last_errors: Mapping[int, str]  # rank → the newest error, or else the last line, on its stderr
     where: Callable[[int], str]  # the name of a rank in messages
     exit_text: Callable[[int, int], str]  # what a rank's exit code means
+    exit_places: Mapping[int, str]  # rank that called sys.exit() → where
 
 
 def among_effects(failures: Failures) -> Cause:
@@ -64,6 +65,7 @@ def among_effects(failures: Failures) -> Cause:
     others = rank_words(sorted({c.rank for c in failures.candidates if c.rank is not None}))
     who, them = (failures.where(rank), "it") if len(gone) == 1 else (rank_words(gone), "them")
     text = f"{who} ended with exit code 0 in the middle of training; {others} lost the connection to {them}"
+    text += exit_place([failures.exit_places.get(rank, "") for rank in gone])
     evidence = first.text
     last = re.sub(r"^last (line|error) on stderr: ", "", clean(failures.last_errors.get(rank, ""), 200))
     if last and len(gone) == 1 and not is_warning(last):  # maybe an error that the script has swallowed

@@ -30,6 +30,7 @@ from gpuboard.launch.stalls.words import (
     collective,
     cpu,
     describe,
+    exit_place,
     is_at,
     lock,
     of_several,
@@ -260,7 +261,7 @@ def _behind(ones: list[Activity], waits: Mapping[int, frozenset[int]], activitie
             tuple(one.status.rank for one in ended),
             _suspect(ended),
             f"for {ranks_label(ended)}, which {how} and {verb} part in no further collective"
-            f"{waiting(waits, activities)}",
+            f"{waiting(waits, activities)}{exit_place([one.status.exit_place for one in ended])}",
             UNEVEN_INPUTS,
             sure=True,
         )

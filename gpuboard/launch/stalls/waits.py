@@ -37,6 +37,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     joined: bool = False
     ended: bool = False
     exit_code: int | None = None
+    exit_place: str = ""  # where it called sys.exit()
     quiet_s: float | None = None  # None: active
     last_error: str = ""
 

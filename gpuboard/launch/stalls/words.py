@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gpuboard.launch.stalls.evidence import ChildProcess, RankEvidence, connects, dataset_frame, own_frame
 from gpuboard.launch.stalls.waits import HANDLE_WAIT, Activity, ranks_label
@@ -23,6 +23,11 @@ _WARNING = re.compile(r"(^|\]:)\[?[IW]\d{4} |Warning\b")  # of torch's C++ code 
 def seconds(length: float) -> str:
     """Return a waiting time as text: ``12 s``, ``3m20s`` from two minutes on."""
     return f"{round(length)} s" if length < 120 else format_duration(round(length))
+
+
+def exit_place(places: Sequence[str]) -> str:
+    """Return where ranks called sys.exit(), as a clause; "" where one did not or they differ."""
+    return f"; sys.exit() was called at {places[0]}" if len({*places}) == 1 and places[0] else ""
 
 
 def describe(one: Activity) -> str:

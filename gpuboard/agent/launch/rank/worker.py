@@ -62,12 +62,9 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
         if not isinstance(end.code, (int, type(None))) or (end.code not in (None, 0) and handled):
             _report(channel, end, state)  # hydra, click and many a main() handle errors with an exit
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        if code == 0:
-            channel.send(dict(_calls(state), t="leaving", code=0))
-        else:
-            channel.send(
-                {"t": "leaving", "code": code & 255, "place": exception.place_of(end, _strip(end.__traceback__))}
-            )
+        calls = _calls(state) if code == 0 else {}
+        place = exception.place_of(end, _strip(end.__traceback__))
+        channel.send(dict(calls, t="leaving", code=code & 255, place=place))
         raise
     except BaseException as error:
         _hide_our_frames()
