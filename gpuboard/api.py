@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
+import msgspec
+
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.leases.composite import CompositeLedger, open_ledger
 from gpuboard.leases.ledger import JobOptions, Scope
@@ -20,6 +22,7 @@ from gpuboard.leases.picks import parse_picks
 from gpuboard.leases.policy.candidates import check
 from gpuboard.leases.reserve import release_own, reserve, terms_of
 from gpuboard.leases.terms import duration
+from gpuboard.model.decoding import convert
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.request import Request, Topology
 from gpuboard.model.snapshot import Snapshot
@@ -31,6 +34,25 @@ if TYPE_CHECKING:
     from gpuboard.scheduler.slurm.current_job import Inside
 
 __all__ = ["Lease", "lease", "status"]
+
+
+class _Arguments(msgspec.Struct):
+    """The types of the arguments of :func:`lease` that ``check`` does not look at."""
+
+    gpus: str | None
+    model: str | None
+    gpu_mem: str | int | None
+    allow_sick: bool
+    exclude: str
+    nodes: str | None
+    for_: str | float | None
+    wait: str | float | bool
+    purpose: str
+    partition: str | None
+    account: str | None
+    qos: str | None
+    reservation: str | None
+    slurm: Sequence[str]
 
 
 class Lease:
@@ -165,6 +187,12 @@ def lease(
     ``"2h"`` or seconds (``wait=True``: no limit); ``slurm``: ``["--constraint=a100"]``. Raises UsageError and
     ConfigError, before the block.
     """
+    given = {key: value for key, value in locals().items() if key in _Arguments.__struct_fields__}
+    try:
+        convert(given, _Arguments)
+    except msgspec.ValidationError as error:
+        words, _, name = str(error).partition(" - at `$.")
+        raise UsageError(f"{name.rstrip('`')}: {words[:1].lower()}{words[1:]}") from None
     settings = _settings()
     try:
         request = Request(

@@ -90,7 +90,8 @@ except NeverPossible as error:
 for wrong in (
     {"n": 0}, {}, {"n": 1, "gpu_mem": "lots"}, {"gpus": "x"}, {"n": 1, "for_": "9d"}, {"n": 2.0}, {"n": "2"},
     {"n": 1, "per_node": 0}, {"n": 1, "max_nodes": -1}, {"n": 1, "topology": "ring"}, {"n": 1, "for_": 0},
-    {"n": 1, "for_": float("nan")}, {"n": 1, "wait": -1},
+    {"n": 1, "for_": float("nan")}, {"n": 1, "wait": -1}, {"gpus": ["gpu01:0"]}, {"n": 1, "purpose": 5},
+    {"n": 1, "nodes": ["gpu01"]}, {"n": 1, "slurm": "--nice=3"}, {"n": 1, "for_": [1]},
 ):
     try:
         gpuboard.lease(**wrong)
@@ -98,7 +99,7 @@ for wrong in (
         say(str(error) != "")
 """,
     )
-    assert values == [[3, ["available", "available"]], *[True] * 13]
+    assert values == [[3, ["available", "available"]], *[True] * 18]
 
 
 @pytest.mark.nodes
