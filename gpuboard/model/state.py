@@ -27,6 +27,7 @@ STATES: tuple[GpuState, ...] = get_args(GpuState)
 
 EXCLUSIVE = frozenset({1, 3})
 PROHIBITED = 2
+AWAITS_SECOND = "waiting for a second reading"  # the reason of a GPU that is not known to be free after the first one
 # XID errors caused by programs, not by the GPU (NVIDIA's list of XID errors, "application").
 _PROGRAMS_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 
@@ -173,7 +174,7 @@ def _state(facts: Facts, strangers: Sequence[Process], limits: Thresholds) -> tu
         return "occupied", f"{used:.1f} GiB in use by a process that is not visible here"
     if not facts.one_shot:
         if facts.previous is None:
-            return "unknown", "waiting for a second reading"
+            return "unknown", AWAITS_SECOND
         if earlier := _broken(facts.previous) or _unreadable(facts.static, facts.previous):
             return "unknown", f"a moment ago: {earlier}"
         if earlier := _busy(facts.previous, limits):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gpuboard.board.history import DAY, FIVE_MINUTES, HOUR, SPAN_S, Cluster, History, HostSamples, Samples
 from gpuboard.model.gpu import Sensors
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
+from gpuboard.model.state import AWAITS_SECOND
 from tests.board.made import GIB, crowd, gpu, mig, node
 
 
@@ -174,6 +175,15 @@ def test_the_cluster_has_the_mean_of_the_read_gpus_and_those_that_are_free() -> 
     assert history.cluster(HOUR) == history.cluster(DAY) == both._replace(times=(0.0,))
     history.add(shot(node("n", [one(state="unknown")], state="unreachable")), 31.0)
     assert history.cluster(HOUR) == Cluster((0.0, 30.0), (130 / 3, None), (2.5, None), (4, 0))
+
+
+def test_free_gpus_are_not_counted_before_their_second_reading() -> None:
+    history = History()
+    waits = gpu("n", 0, "unknown", reason=AWAITS_SECOND)
+    for second, free in enumerate((waits, gpu("n", 0), waits)):
+        history.add(shot(node("n", [free, gpu("n", 1, "busy", utilization=50)])), 100.0 + second)
+    past = history.cluster()
+    assert (past.free, past.known, past.utilization) == ((None, 1.0, 0.0), (0, 2, 1), (25.0, 25.0, 25.0))
 
 
 def test_the_last_bucket_of_an_earlier_board_is_kept_for_the_day() -> None:

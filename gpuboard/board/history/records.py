@@ -13,6 +13,7 @@ from operator import itemgetter, methodcaller
 from typing import NamedTuple
 
 from gpuboard.model.snapshot import GpuView, NodeView, judged, newest_values
+from gpuboard.model.state import AWAITS_SECOND
 
 UTILIZATION, PEAK, MEMORY, TEMPERATURE, POWER, FREE = range(6)  # the planes
 PLANES = 6
@@ -87,8 +88,12 @@ def is_current(node: NodeView, gpu: GpuView) -> bool:
     return node.state == "up" and gpu.error is None and gpu.delay_s <= _DELAY_S
 
 
-def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> HistoryRecord:
-    """Return a record of nodes; adds their GPUs to ``columns``. Readings are untrusted: they are clamped."""
+def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float, *, first: bool = False) -> HistoryRecord:
+    """Return a record of nodes; adds their GPUs to ``columns``. Readings are untrusted: they are clamped.
+
+    ``first``: of this board; which GPUs are free may not be known yet, and then is of none: the others alone would
+    look like a full cluster.
+    """
     for node in nodes:
         columns.setdefault(_NODE + node.name, len(columns))
         for gpu in judged(node):
@@ -124,6 +129,8 @@ def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float) -> His
                 power[column] = (
                     _WATT_CODES[round(watts)] if 0 <= watts < _WATTS - 1 else _root_code(watts * _WATT_STEPS)
                 )
+    if first and any(gpu.reason == AWAITS_SECOND for node in nodes for gpu in judged(node)):
+        free = bytearray(len(columns))
     shared = bytes(utilization)
     return HistoryRecord(at, (shared, shared, bytes(memory), bytes(temperature), bytes(power), bytes(free)))
 

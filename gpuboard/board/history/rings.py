@@ -226,7 +226,7 @@ class History:
             self.past = only(self.past, own | self._loaded)
             self._changes += 1
         records, columns = self.past.records, dict(self.past.columns)
-        new = sample(snapshot.nodes, columns, now)
+        new = sample(snapshot.nodes, columns, now, first=not self._own)
         newest = tuple(one for one in records[0] if one.at > now - FIVE_MINUTES.seconds)
         self.past = Past(((*newest, new), *records[1:]), columns)
         if not own <= self._own:
