@@ -173,6 +173,6 @@ def _round(node: Tree) -> None:
 
 
 def _cut_commands(node: Tree) -> None:
-    for gpu in node["gpus"]:
-        for process in gpu["processes"] or ():
+    for part in [*node["gpus"], *(device for gpu in node["gpus"] for device in gpu["mig"])]:
+        for process in part["processes"] or ():
             process["command"] = os.path.basename(process["command"].partition(" ")[0])

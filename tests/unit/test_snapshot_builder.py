@@ -13,7 +13,7 @@ from gpuboard.board.history.records import sample
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, View, inert_static, node_claims
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, Process, Sensors, Xid
-from gpuboard.model.reading import Claim, Hello, Reading, Static, shared
+from gpuboard.model.reading import Claim, GpuNumbers, Hello, Reading, ReadingDelta, Static, applied, shared
 from gpuboard.model.snapshot import GpuView, SchedulerView, Snapshot, judged
 from gpuboard.model.state import Job, Ruling, Thresholds
 
@@ -34,7 +34,7 @@ PROCESSES = [
 ]
 # Every field of GpuReading: NUMBERS change at nearly every reading, EVENTS now and then.
 NUMBERS: dict[str, Any] = {
-    "memory_used": st.sampled_from([0, 0, 1, 512 * 2**20, 3 * GIB]),
+    "memory_used": st.sampled_from([0, 0, 1, 512 * 2**20, 3 * GIB, None]),
     "utilization": st.sampled_from([0, 0, 4, 5, 50]),
     "temperature": st.sampled_from([30, 31]),
     "power": st.sampled_from([70.0, 71.5]),
@@ -93,9 +93,10 @@ class History:
 
     def __init__(self, data: st.DataObject, view: View) -> None:
         self.data, self.view = data, view
-        known = {gpu.uuid: inert_static(gpu) for gpu in STATICS}
+        self.statics = self.draw(st.sampled_from([STATICS, STATICS[:2]]))  # with and without a GPU in MIG mode
+        known = {gpu.uuid: inert_static(gpu) for gpu in self.statics}
         self.nodes = [
-            NodeFacts(name="gpu01", hello=HELLO, static=Static(gpus=STATICS), known=known),
+            NodeFacts(name="gpu01", hello=HELLO, static=Static(gpus=self.statics), known=known),
             NodeFacts(name="gpu02"),
         ]
         self.claims: list[Claim] = []
@@ -147,7 +148,14 @@ class History:
     def read(self, event: bool) -> None:
         """Add a reading a second after the last one."""
         node, old = self.nodes[0], self.nodes[0].reading
-        gpus = list(old.gpus) if old and old.gpus else [idle(gpu.uuid) for gpu in STATICS]
+        gpus = (
+            list(old.gpus)
+            if old and old.gpus
+            else [
+                replace(idle(gpu.uuid), processes=self.draw(st.sampled_from([[], PROCESSES[:1]])))
+                for gpu in self.statics
+            ]
+        )
         for place, gpu in enumerate(gpus):
             key = self.draw(st.sampled_from(sorted(NUMBERS)))
             gpus[place] = replace(gpu, **{key: self.draw(NUMBERS[key])})
@@ -163,13 +171,25 @@ class History:
         seq = old.seq + 1 if old else 1
         reading = Reading(seq=seq, at=100.0 + seq, interval_s=1.0, gpus=gpus, claims=claims, load1=seq / 7)
         reading = replace(reading, net_received=seq * 1e6, net_sent=seq / 3)
-        # As it comes: decoded, nothing in it shared with the one before.
-        decoded = msgspec.json.decode(msgspec.json.encode(reading), type=Reading)
-        new, steady = shared(decoded, old)
-        assert new == decoded
+        if old and old.gpus and not event and self.draw(st.booleans()):
+            new, steady = applied(delta(reading), old), True
+        else:  # as it comes: decoded, nothing in it shared with the one before
+            decoded = msgspec.json.decode(msgspec.json.encode(reading), type=Reading)
+            new, steady = shared(decoded, old)
+            assert new == decoded
         self.nodes[0] = replace(
             node, reading=new, previous=old, steady=steady, arrived=self.view.now - 0.1, last_busy=self.busy, error=None
         )
+
+
+def delta(new: Reading) -> ReadingDelta:
+    """Return what the agent sends of a reading in which only numbers have changed."""
+
+    def values(kind: type[msgspec.Struct], source: object) -> dict[str, Any]:
+        return {name: getattr(source, name) for name in kind.__struct_fields__ if hasattr(source, name)}
+
+    numbers = [GpuNumbers(**values(GpuNumbers, gpu)) for gpu in new.gpus]
+    return ReadingDelta(**values(ReadingDelta, new) | {"of": 1, "gpus": numbers})
 
 
 def rogue(gpu: GpuView) -> list[str | None]:
@@ -178,7 +198,7 @@ def rogue(gpu: GpuView) -> list[str | None]:
 
 
 @given(st.data(), st.booleans(), st.sampled_from([1.0, 5.0]))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_later_snapshots_equal_those_of_a_new_builder(data: st.DataObject, one_shot: bool, interval_s: float) -> None:
     view = View(
         now=1000.0, at=1.0, cluster="c", thresholds=Thresholds(), users=USERS, interval_s=interval_s, one_shot=one_shot
@@ -321,6 +341,20 @@ def test_gpus_that_change_in_numbers_only_are_not_judged_again() -> None:
     assert all(a.reason is views[2][0].reason and a.flags is views[2][0].flags for a, _ in views[2:])
     assert views[4][0].processes is not None
     assert views[4][0].processes[0].runtime_s == 94.0
+
+
+def test_memory_that_becomes_unreadable_makes_a_busy_gpu_unknown() -> None:
+    node = NodeFacts(name="gpu01", static=Static(gpus=STATICS[:1]), known={"GPU-a": inert_static(STATICS[0])})
+    view = View(now=0.0, at=1.0, cluster="c", thresholds=Thresholds(), users={}, interval_s=1.0, one_shot=False)
+    builder, states = SnapshotBuilder(), []
+    first = replace(idle("GPU-a"), memory_used=GIB, processes=PROCESSES[:1])
+    reading: Reading | None = None
+    for second, memory in enumerate((GIB, GIB, GIB, None, GIB)):
+        whole = Reading(seq=second, at=second, interval_s=1.0, gpus=[replace(first, memory_used=memory)])
+        reading = whole if reading is None else applied(delta(whole), reading)
+        node = replace(node, reading=reading, previous=node.reading, steady=second > 0, arrived=float(second))
+        states.append(builder.snapshot([node], replace(view, now=second + 0.1)).nodes[0].gpus[0].state)
+    assert states == ["busy", "busy", "busy", "unknown", "busy"]
 
 
 def test_what_a_reading_shares_with_the_one_before() -> None:

@@ -241,6 +241,7 @@ def _stays(memo: _NodeMemo, reading: Reading, facts: NodeFacts, view: View) -> b
     return (
         memo.constant
         and memo.aligned
+        and all(new.memory_used is not None for new in numbers)
         and all(_is_quiet(numbers[place], last, limits) for place, last in memo.by_numbers)
         and all(
             unused(idle_for_s(memo.uuids[place], facts, view), limits) == last.unused for place, last in memo.by_time
