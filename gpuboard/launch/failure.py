@@ -41,7 +41,7 @@ class FailureWatch:
         self.exits: dict[int, events.Exited] = {}
         self.joined: set[int] = set()
         self._left: dict[int, tuple[float, int]] = {}  # ranks that ended without an exception → when, exit code
-        self._exit_places: dict[int, str] = {}
+        self._exit_places: dict[int, tuple[int, str]] = {}  # rank → the code of its sys.exit(), and where
         self.ended_nodes: set[str] = set()
         self.cause: Cause | None = None
         self.stop_reason: str | None = None  # set once; the head then stops every node
@@ -77,7 +77,7 @@ class FailureWatch:
             self.joined.add(event.rank)
         elif isinstance(event, events.Leaving):
             self._left[event.rank] = now, event.code
-            self._exit_places[event.rank] = clean(event.place, 400)
+            self._exit_places[event.rank] = event.code, clean(event.place, 400)
         elif isinstance(event, events.Raised):
             self._on_raised(event, now)
         elif isinstance(event, events.Exited):
@@ -260,8 +260,9 @@ class FailureWatch:
             if ones[1].origin not in {None, rank}:
                 return False
             return len({(one.type, one.file, one.line) for one in ones}) == 1 and ones[1].file is not None
-        place, code = self._exit_places.get(first), self.exits[first].code if first in self.exits else None
-        return bool(place) and place == self._exit_places.get(rank) and code == self.exits[rank].code
+        code = self.exits[first].code if first in self.exits else None
+        place = self._exit_place(first, code)
+        return bool(code and place) and code == self.exits[rank].code and place == self._exit_place(rank, code)
 
     @property
     def running_nodes(self) -> list[str]:
@@ -279,7 +280,7 @@ class FailureWatch:
                 joined=rank in self.joined,
                 ended=rank in self.exits or view.state == "lost",
                 exit_code=self.exits[rank].code if rank in self.exits else None,
-                exit_place=self._exit_places.get(rank, ""),
+                exit_place=self._exit_place(rank, self.exits[rank].code) if rank in self.exits else "",
                 quiet_s=quiet_s(rank, now),
                 last_error=self._last_error.get(rank, ""),
             )
@@ -331,7 +332,7 @@ class FailureWatch:
             self._last_error,
             self._where,
             self._code_text,
-            self._exit_places,
+            {rank: self._exit_place(rank, 0) for rank in self._exit_places},
         )
 
     def _terminated(self, cause: Cause) -> bool:
@@ -432,8 +433,13 @@ class FailureWatch:
             for one in self._candidates
         ]
 
+    def _exit_place(self, rank: int, code: int | None) -> str:
+        """Return where a rank called sys.exit() with ``code``; "" if it did not: another code comes from elsewhere."""
+        told, place = self._exit_places.get(rank, (None, ""))
+        return place if told == code else ""
+
     def _code_text(self, rank: int, code: int) -> str:
-        place = self._exit_places.get(rank)
+        place = self._exit_place(rank, code)
         return code_text(code, f"sys.exit() at {place}" if place else "", tells_exceptions=self._tells_exceptions)
 
     def _on_store(self, event: events.Store, node: str, now: float) -> None:
@@ -458,7 +464,7 @@ class FailureWatch:
             text = (
                 f"{self._where(gone[0])} ended with exit code 0 before init_process_group; "
                 f"{rank_words(waiting)} would wait for it until the timeout"
-                f"{exit_place([self._exit_places.get(gone[0], '')])}"
+                f"{exit_place([self._exit_place(gone[0], 0)])}"
             )
             self._candidates.append(Cause("before-init", gone[0], self.ranks[gone[0]].node, text, at=now))
 

@@ -200,7 +200,8 @@ class Screen:
         else:
             self.failed = True
         if words and stream is self._streams["out"]:  # about stderr nothing can be reported: stdout is data
-            self._put("err", f"gpuboard: {words}\n")
+            erased = "\r\x1b[K" if self._terminals["err"] else ""  # an unfinished line
+            self._put("err", f"{erased}gpuboard: {words}\n")
 
     def pin(self, line: str) -> None:
         """From now on show ``line`` in place of the ranks' unfinished ones, if stderr is a terminal."""

@@ -40,6 +40,17 @@ def here(hour: int, minute: int) -> str:
     return local(then.timestamp(), now.timestamp())
 
 
+def test_a_reserved_gpu_names_each_holder_once() -> None:
+    one = gpu("n", 0, "reserved", reason="alice, 8h left; eve, 8h left", leases=["k3f9", "k3f9"])
+    held = [lease("k3f9", "alice", [("n", 0)]), lease("k3f9", "eve", [("n", 0)], uid=1002)]
+    lines = text(gpu_lines.head(place(one), scene(node("n", [one]), leases=held), 100))
+    assert lines[2:] == [
+        "State        R reserved", "Lease        k3f9 of alice, 8h00m left", "Lease        k3f9 of eve, 8h00m left"
+    ]  # fmt: skip
+    lines = text(gpu_lines.head(place(one), scene(node("n", [one]), leases=held[:1]), 100))
+    assert lines[2] == "State        R reserved: alice, 8h left; eve, 8h left"
+
+
 def test_the_top_shows_state_reason_and_user() -> None:
     one = busy("n", 1, "eve", flags=["rogue"], leases=["k3f9", "gone"], numa_node=0,
                jobs=[JobView("77", "dan", "gpu", "2026-01-31T15:10:00.000Z"), JobView("78", "eve", "", None),

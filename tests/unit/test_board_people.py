@@ -9,6 +9,7 @@ import msgspec
 from gpuboard.board.overview.people import People, Person
 from gpuboard.board.overview.upcoming import Upcoming, UpcomingEnd
 from gpuboard.board.scene import Scene
+from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import JobView, NodeView
 from gpuboard.model.units import seconds_of
 from tests.board import made
@@ -61,7 +62,19 @@ def test_only_nodes_with_new_readings_are_counted_again() -> None:
     assert people.of(later) == before
     assert upcoming.of(later, NOW, 9) == ending
     gone: list[NodeView] = same[1:]
-    assert people.of(made.scene(*gone)) == [Person("alice", held=1), Person("bob", held=1), Person("erin", held=1)]
+    assert people.of(made.scene(*gone, leases=[LEASE])) == [
+        Person("alice", held=1),
+        Person("bob", held=1),
+        Person("erin", held=1),
+    ]
+
+
+def test_another_owner_of_a_lease_counts_though_no_gpu_was_judged_again() -> None:
+    scene, people = lab(), People()
+    people.of(scene)
+    renamed = msgspec.structs.replace(LEASE, owner="alicia")
+    found = people.of(Scene(scene.snapshot, LeaseList(1, made.AT, [renamed]), uids={}))
+    assert next(one.held for one in found if one.name == "alicia") == len(LEASE.gpus)
 
 
 def test_what_ends_next_are_leases_and_jobs_with_a_limit() -> None:

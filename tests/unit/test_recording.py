@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.model.gpu import Sensors
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
-from gpuboard.model.snapshot import GpuView, JobView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
+from gpuboard.model.snapshot import GpuView, JobView, MigView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
 from gpuboard.model.units import day_time, iso, seconds_of
 from gpuboard.recording.changes import applied, difference
 from gpuboard.recording.file import Cursor, ForwardClock, Recording, RecordingWriter
@@ -69,7 +69,7 @@ def frame(seconds: float, *, utilization: int = 50, lease: bool = False, nodes: 
     gpu = GpuView(
         index=0, uuid="GPU-0", name="NVIDIA H100", pci_bus_id="1", state="busy", reason="alice: python (pid 7)",
         utilization=utilization, power=300.5, processes=[process], xids=[XidView(79, iso(T0), seconds + 5.0)],
-        links={"GPU-1": 18},
+        links={"GPU-1": 18}, mig=[MigView("MIG-0", "3g.40gb", "busy", "", 0, 40, processes=[process])],
     )  # fmt: skip
     found = [
         NodeView(f"gpu0{number}", "up", age_s=0.5, gpus=[replace(gpu, uuid=f"GPU-{number}"), replace(gpu, index=1)])

@@ -243,7 +243,8 @@ def test_mig_devices_are_judged_one_by_one() -> None:
         ("MIG-2", "unknown", "NVML: Unknown Error", None, 40),
         ("MIG-3", "unknown", "NVML: missing from the newest reading", None, 40),
     ]
-    assert [device.processes and [p.user for p in device.processes] for device in seen.mig] == [[], ["bob"], None, None]
+    users = [None if device.processes is None else [p.user for p in device.processes] for device in seen.mig]
+    assert users == [[], ["bob"], None, None]
     assert about.reading is not None
     claimed = msgspec.structs.replace(about.reading, claims=[claim("k1", "MIG-0")])
     seen = gpu(msgspec.structs.replace(about, reading=claimed))

@@ -348,6 +348,9 @@ def test_ranks_that_fail_alike_are_no_secondary_failures() -> None:
         "the same failure: rank 1",
         "secondary failures: rank 2",
     ]
+    done = [events.Leaving(rank, place="/exp/train.py:80") for rank in range(3)]
+    crashed = feed(watch(), *done, Exited(1, signal=signal.SIGSEGV), Exited(0, signal=15), Exited(2, signal=15))
+    assert crashed.summary()[1:] == ["secondary failures: ranks 0,2"]
 
 
 SIZES = "what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 2000 vs 1000. Received data size …"
@@ -509,6 +512,8 @@ def test_a_failure_after_the_end_of_the_script_is_told_from_one_in_it() -> None:
     assert crashed.messages[0].endswith(late)
     own = feed(watch(), events.Leaving(1, code=4, place="/exp/train.py:9"), Exited(1, code=4))
     assert own.messages == ["rank 1 (gpu01:3) ended with exit code 4 (sys.exit() at /exp/train.py:9)"]
+    other = feed(watch(), events.Leaving(1, place="/exp/train.py:9"), Exited(1, code=9))
+    assert other.messages[0] == f"rank 1 (gpu01:3) ended with exit code 9, {late}", "that of sys.exit() was 0"
 
 
 def test_ranks_that_never_join_are_independent() -> None:

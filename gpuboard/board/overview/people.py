@@ -25,6 +25,7 @@ class Person(msgspec.Struct, frozen=True, gc=False):
 
 class _Tally(msgspec.Struct, gc=False):
     gpus: Sequence[GpuView]
+    leased: list[tuple[str, str]]  # UUIDs and owners
     held: Counter[str]
     used: Counter[str]
     idle: Counter[str]
@@ -41,10 +42,15 @@ class People:
         """Return everybody who holds or uses a GPU, by ``order`` (one of ORDERS), the most first."""
         held, used, idle, rogue = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
         tallies: dict[str, _Tally] = {}
+        owners: dict[str, list[tuple[str, str]]] = {}
+        for lease in scene.leases.leases:
+            for gpu in lease.gpus:
+                owners.setdefault(gpu.node, []).append((gpu.uuid, lease.owner))
         for node in scene.snapshot.nodes:
             tally = self._tallies.get(node.name)
-            if tally is None or tally.gpus is not judged(node):  # with claims, jobs and processes
-                tally = _count(node, scene)
+            leased = owners.get(node.name, [])
+            if tally is None or tally.gpus is not judged(node) or tally.leased != leased:
+                tally = _count(node, leased, scene)
             tallies[node.name] = tally
             held.update(tally.held)
             used.update(tally.used)
@@ -55,9 +61,9 @@ class People:
         return sorted(people, key=lambda one: (-getattr(one, order), -one.held, -one.used, one.name))
 
 
-def _count(node: NodeView, scene: Scene) -> _Tally:
+def _count(node: NodeView, leased: list[tuple[str, str]], scene: Scene) -> _Tally:
     gpus = judged(node)
-    tally = _Tally(gpus, Counter(), Counter(), Counter(), Counter())
+    tally = _Tally(gpus, leased, Counter(), Counter(), Counter(), Counter())
     for gpu in gpus:
         holders: set[str] = set()
         for unit in gpu.mig or (gpu,):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 NAME = "launch"
 HELP = "start distributed PyTorch, one rank per GPU; explain failures"
 
-_CLOSED = "stdout is closed; the run goes on, and the rest of its ranks' output is in its logs only"
+_CLOSED = "stdout is closed, which does not end the run: the rest of the ranks' output is in its logs only"
 _EPILOG = """\
 TARGET is a script (train.py), a module (-m package.module), or a function
 (package.module:function) that each rank calls inside the process group; with

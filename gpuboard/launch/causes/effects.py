@@ -38,7 +38,7 @@ class Failures(NamedTuple):
     last_errors: Mapping[int, str]  # rank → the newest error, or else the last line, on its stderr
     where: Callable[[int], str]  # the name of a rank in messages
     exit_text: Callable[[int, int], str]  # what a rank's exit code means
-    exit_places: Mapping[int, str]  # rank that called sys.exit() → where
+    exit_places: Mapping[int, str]  # rank that called sys.exit(0) → where
 
 
 def among_effects(failures: Failures) -> Cause:

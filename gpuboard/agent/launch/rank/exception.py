@@ -360,6 +360,20 @@ def place_of(error: BaseException, trace: "Optional[TracebackType]") -> str:
     return "%s:%s%s" % (place[0], place[1], inside) if place[0] is not None else ""
 
 
+def left_at(trace: "Optional[TracebackType]") -> str:
+    """Return the place, as ``place_of`` does, where the user's own code called sys.exit(); "" where a library did.
+
+    click, typer and fire end every run so. Reads no file: the run has succeeded.
+    """
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(trace)]
+    if frames and "_sitebuiltins" in frames[-1][0]:  # exit() and quit()
+        frames.pop()
+    if not frames or traceback_text.is_library(frames[-1][0]):
+        return ""
+    file, line, function = frames[-1]
+    return "%s:%s%s" % (file, line, "" if function == "<module>" else " in %s" % function)
+
+
 def _at(place: "Place", word: str = " at") -> str:
     return "%s %s:%s" % (word, place[0], place[1]) if place[0] is not None else ""
 

@@ -62,9 +62,11 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
         if not isinstance(end.code, (int, type(None))) or (end.code not in (None, 0) and handled):
             _report(channel, end, state)  # hydra, click and many a main() handle errors with an exit
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        calls = _calls(state) if code == 0 else {}
-        place = exception.place_of(end, _strip(end.__traceback__))
-        channel.send(dict(calls, t="leaving", code=code & 255, place=place))
+        trace = _strip(end.__traceback__)
+        if code == 0:
+            channel.send(dict(_calls(state), t="leaving", code=0, place=exception.left_at(trace)))
+        else:
+            channel.send({"t": "leaving", "code": code & 255, "place": exception.place_of(end, trace)})
         raise
     except BaseException as error:
         _hide_our_frames()

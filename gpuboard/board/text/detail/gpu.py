@@ -46,18 +46,19 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
     else:
         lines += [[(gpu.uuid, "dim")], [("   ".join(place_words), "dim")]]
     state = f"{LETTERS.get(gpu.state, '?')} {gpu.state}"
-    leases = {one.id: one for one in scene.leases_on(gpu.uuid)}
-    listed = gpu.state == "reserved" and gpu.leases and leases.keys() >= set(gpu.leases)  # below, with the same words
+    leases = [one for one in scene.leases_on(gpu.uuid) if one.id in gpu.leases]  # two users may have taken one id
+    listed = gpu.state == "reserved" and len(leases) == len(gpu.leases) > 0  # below, with the same words
     lines += named("State", state if listed else f"{state}: {gpu.reason}", gpu.state, width)
     for flag in shown_flags(gpu):
         words = "; ".join(gpu.sick) if flag == "sick" and gpu.sick else FLAG_WORDS.get(flag, "")
         lines += named("", f"{flag}: {words}", flag_role(flag), width)
-    for lease_id in gpu.leases:
-        lease = leases.get(lease_id)
-        words = lease_id if lease is None else f"{lease_id} of {lease.owner}, {format_duration(lease.remaining_s)} left"
-        if lease is not None and lease.purpose:
-            words += f": {lease.purpose}"
-        lines += named("Lease", words, "mine" if lease is not None and lease.mine else "", width)
+    for lease in leases:
+        words = f"{lease.id} of {lease.owner}, {format_duration(lease.remaining_s)} left"
+        words += f": {lease.purpose}" if lease.purpose else ""
+        lines += named("Lease", words, "mine" if lease.mine else "", width)
+    for lease_id in dict.fromkeys(gpu.leases):
+        if not any(lease.id == lease_id for lease in leases):
+            lines += named("Lease", lease_id, "", width)
     now = seconds_of(scene.snapshot.at) if gpu.jobs else 0.0
     for job in gpu.jobs:
         words = f"{job.id} of {job.user} in {job.partition or 'no partition'}"
