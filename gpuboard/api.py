@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Real
+from types import NoneType
 from typing import TYPE_CHECKING, Self
-
-import msgspec
 
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.leases.composite import CompositeLedger, open_ledger
@@ -22,7 +22,6 @@ from gpuboard.leases.picks import parse_picks
 from gpuboard.leases.policy.candidates import check
 from gpuboard.leases.reserve import release_own, reserve, terms_of
 from gpuboard.leases.terms import duration
-from gpuboard.model.decoding import convert
 from gpuboard.model.rankmap import Rank, RankMap
 from gpuboard.model.request import Request, Topology
 from gpuboard.model.snapshot import Snapshot
@@ -34,25 +33,6 @@ if TYPE_CHECKING:
     from gpuboard.scheduler.slurm.current_job import Inside
 
 __all__ = ["Lease", "lease", "status"]
-
-
-class _Arguments(msgspec.Struct):
-    """The types of the arguments of :func:`lease` that ``check`` does not look at."""
-
-    gpus: str | None
-    model: str | None
-    gpu_mem: str | int | None
-    allow_sick: bool
-    exclude: str
-    nodes: str | None
-    for_: str | float | None
-    wait: str | float | bool
-    purpose: str
-    partition: str | None
-    account: str | None
-    qos: str | None
-    reservation: str | None
-    slurm: Sequence[str]
 
 
 class Lease:
@@ -187,12 +167,7 @@ def lease(
     ``"2h"`` or seconds (``wait=True``: no limit); ``slurm``: ``["--constraint=a100"]``. Raises UsageError and
     ConfigError, before the block.
     """
-    given = {key: value for key, value in locals().items() if key in _Arguments.__struct_fields__}
-    try:
-        convert(given, _Arguments)
-    except msgspec.ValidationError as error:
-        words, _, name = str(error).partition(" - at `$.")
-        raise UsageError(f"{name.rstrip('`')}: {words[:1].lower()}{words[1:]}") from None
+    _check_types(locals())
     settings = _settings()
     try:
         request = Request(
@@ -207,7 +182,7 @@ def lease(
             exclude=parse_picks(exclude, whole_nodes=True) if exclude else (),
         )
         for_s = None if for_ is None else duration(_seconds(for_), settings)
-        wait_s = None if wait is False else _wait_seconds(wait)
+        wait_s = None if wait is False or wait is None else _wait_seconds(wait)
     except ValueError as error:
         raise UsageError(str(error)) from None
     check(request)
@@ -220,6 +195,19 @@ def lease(
         nodes=[] if nodes is None else [nodes],
         options=JobOptions(partition, account, qos, reservation, tuple(slurm)),
     )
+
+
+def _check_types(given: Mapping[str, object]) -> None:
+    """Raise UsageError for arguments of ``lease`` whose types ``check`` does not look at."""
+    for name in ("gpus", "model", "exclude", "nodes", "purpose", "partition", "account", "qos", "reservation"):
+        if not isinstance(given[name], (str, NoneType)):
+            raise UsageError(f"{name}={given[name]!r}: must be a string")
+    for name in ("gpu_mem", "for_", "wait"):
+        if not isinstance(given[name], (str, Real, NoneType)):
+            raise UsageError(f"{name}={given[name]!r}: must be a string or a number")
+    slurm = given["slurm"]
+    if isinstance(slurm, str) or not isinstance(slurm, Iterable) or not all(isinstance(one, str) for one in slurm):
+        raise UsageError(f"slurm={slurm!r}: must be a list of strings, as ['--constraint=a100']")
 
 
 def status(nodes: str | None = None) -> Snapshot:

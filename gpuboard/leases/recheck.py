@@ -23,11 +23,10 @@ def conflict_since(before: Snapshot, after: Snapshot, taken: Taken, occupied: in
                 return f"{name} became {now.state}: {now.reason}"
             if now.leases != [taken.lease] or "disputed" in gpu.flags:
                 return f"{name} is also claimed by others: {now.reason}"
-            if isinstance(now, GpuView) and isinstance(was, GpuView):
-                known = {process.pid for process in was.processes or []}
-                for process in now.processes or []:
-                    if process.pid not in known:
-                        return f"{name}: pid {process.pid} of {process.user or 'an unknown user'} started on it"
+            known = {process.pid for process in was.processes or []}
+            for process in now.processes or []:
+                if process.pid not in known:
+                    return f"{name}: pid {process.pid} of {process.user or 'an unknown user'} started on it"
             if gpu.memory_shared:
                 continue  # the host's memory has other uses too
             if now.memory_used is None or now.memory_used > max(occupied, was.memory_used or 0):

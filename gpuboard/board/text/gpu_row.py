@@ -48,9 +48,7 @@ def owner(of: GpuView | MigView, scene: Scene) -> tuple[str, str]:
     if users := users_of(of, scene):
         mine = any(lease.mine for lease in scene.leases_on(of.uuid))
         return ", ".join(users), "mine" if mine else ""
-    if isinstance(of, MigView):  # its processes are known of its GPU only
-        return ("-", "dim") if of.state in {"free", "reserved"} else (UNKNOWN, "unknown")
-    if of.processes is None or of.state == "occupied":
+    if of.state == "occupied" or (of.processes is None and of.state not in {"free", "reserved"}):
         return UNKNOWN, "unknown"
     return ("hidden", "unknown") if of.processes else ("-", "dim")
 

@@ -87,10 +87,9 @@ def _state(device: DeviceRow) -> Cell:
 def _user(device: DeviceRow) -> Cell:
     if users := device.users:
         return Cell(",".join(clean(user, 32) for user in users))
-    if device.mig is not None:  # processes are known of its GPU only
-        return Cell("-" if device.mig.state in {"free", "reserved"} else "?")
-    hidden = device.gpu.processes is None or device.gpu.processes or device.gpu.state == "occupied"
-    return Cell("?" if hidden else "-")
+    of = device.mig or device.gpu
+    unread = of.processes is None and of.state not in {"free", "reserved"}
+    return Cell("?" if unread or of.processes or of.state == "occupied" else "-")
 
 
 def _reason(device: DeviceRow, *, beside: bool) -> Cell:
@@ -138,7 +137,7 @@ def _jobs(device: DeviceRow) -> list[str]:
 
 
 def _commands(device: DeviceRow) -> list[str]:
-    return [process.command for process in (device.gpu.processes or () if device.mig is None else ())]
+    return [process.command for process in (device.mig or device.gpu).processes or ()]
 
 
 def _listed(words: Callable[[DeviceRow], list[str]], limit: int = 32) -> Callable[[DeviceRow], Cell]:

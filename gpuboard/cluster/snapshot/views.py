@@ -266,6 +266,13 @@ def gpu_view(
         idle_for_s=idle_for_s(static.uuid, facts, view),
     )
     verdict = judge(about, view.thresholds)
+    mig = [_mig(device, about, facts, held, view) for device in static.mig or []]
+    processes = _processes(reading, verdict, facts, view)
+    flags = list(verdict.flags)
+    if mig:
+        processes = _with_those_of_devices(processes, mig)
+        if "rogue" not in flags and any(process.rogue for process in processes or ()):
+            flags.insert(0, "rogue")
     return GpuView(
         index=static.index,
         uuid=static.uuid,
@@ -273,7 +280,7 @@ def gpu_view(
         pci_bus_id=static.pci_bus_id,
         state=verdict.state,
         reason=clean(verdict.reason),
-        flags=list(verdict.flags) or _NOTHING,
+        flags=flags or _NOTHING,
         sick=list(verdict.sick) or _NOTHING,
         memory_used=reading.memory_used if reading else None,
         memory_total=static.memory_total,
@@ -282,10 +289,10 @@ def gpu_view(
         temperature=reading.temperature if reading else None,
         power=reading.power if reading else None,
         power_limit=reading.power_limit if reading else None,
-        processes=_processes(reading, verdict, facts, view),
+        processes=processes,
         leases=[claim.lease for claim in about.claims] or _NOTHING,
         jobs=_jobs(about.ruling) or _NOTHING,
-        mig=[_mig(device, about, facts, held, view) for device in static.mig or []] or _NOTHING,
+        mig=mig or _NOTHING,
         numa_node=static.numa_node,
         links=static.links,
         pci=static.pci,
@@ -425,6 +432,21 @@ def _processes(reading: GpuReading | None, verdict: Verdict, facts: NodeFacts, v
         _process(process, load, process.pid in verdict.rogue, facts, view)
         for process, load in zip(processes, loads_of(reading, len(processes)), strict=True)
     ]
+
+
+def _with_those_of_devices(processes: list[ProcessView] | None, devices: Sequence[MigView]) -> list[ProcessView] | None:
+    """Return the processes of a GPU in MIG mode: NVML lists those of its devices for privileged callers only.
+
+    None where neither they nor those of all devices could be read.
+    """
+    if processes is None and any(device.processes is None for device in devices):
+        return None
+    of_devices = {(one.pid, one.started): one for device in devices for one in device.processes or ()}
+    found = []
+    for own in processes or ():
+        same = of_devices.pop((own.pid, own.started), None)
+        found.append(msgspec.structs.replace(own, rogue=True) if same is not None and same.rogue else own)
+    return [*found, *of_devices.values()]
 
 
 def _process(process: Process, load: Load, rogue: bool, facts: NodeFacts, view: View) -> ProcessView:
