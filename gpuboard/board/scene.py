@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
+from typing import ClassVar
 
 import msgspec
 
@@ -22,6 +24,8 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 
 class Scene:
     """The cluster at one moment; immutable, replaced at every change."""
+
+    _last: ClassVar[dict[str, int]] = {}  # where ``place`` found a GPU among the nodes of the scene before
 
     def __init__(
         self,
@@ -54,9 +58,20 @@ class Scene:
         if "places" in self.__dict__:
             return self.places.get(uuid)
         if uuid not in self._found:
-            nodes = self.snapshot.nodes
-            found = ((node, at) for node in reversed(nodes) for at, gpu in enumerate(judged(node)) if gpu.uuid == uuid)
-            self._found[uuid] = next((Place(node, node.gpus[at]) for node, at in found), None)
+            nodes, last = self.snapshot.nodes, self._last.get(uuid)
+            near = [] if last is None or last >= len(nodes) else [last]  # nodes rarely move
+            found = (
+                (number, at)
+                for number in chain(near, reversed(range(len(nodes))))
+                for at, gpu in enumerate(judged(nodes[number]))
+                if gpu.uuid == uuid
+            )
+            number, at = next(found, (None, 0))
+            if number is None:
+                self._found[uuid] = None
+            else:
+                self._last[uuid] = number
+                self._found[uuid] = Place(nodes[number], nodes[number].gpus[at])
         return self._found[uuid]
 
     @cached_property

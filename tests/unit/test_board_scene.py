@@ -76,3 +76,12 @@ def test_users_of_a_mig_device_are_those_of_its_processes() -> None:
     assert users_of(device, scene) == ("carol",)
     assert users_of(as_gpu(gpu, device), scene) == ("carol",)
     assert users_of(gpu.mig[1], scene) == ()
+
+
+def test_a_gpu_is_found_also_after_its_node_has_moved_or_gone() -> None:
+    nodes = [made.node(name, [made.gpu(name, index) for index in range(2)]) for name in ("gpu01", "gpu02", "gpu03")]
+    for shown in (nodes, nodes, nodes[::-1], nodes[1:]):
+        place = made.scene(*shown).place("GPU-gpu02-1")
+        assert place is not None
+        assert (place.node.name, place.gpu.index) == ("gpu02", 1)
+    assert made.scene(nodes[0]).place("GPU-gpu02-1") is None
