@@ -246,12 +246,12 @@ def test_mig_devices_are_judged_one_by_one() -> None:
     users = [None if device.processes is None else [p.user for p in device.processes] for device in seen.mig]
     assert users == [[], ["bob"], None, None]
     assert seen.processes is None, "those of two devices are not known"
-    whole = [MigReading(uuid=f"MIG-{k}", memory_used=0, processes=[process][: k == 1]) for k in range(4)]
+    parts = [MigReading(uuid=f"MIG-{k}", memory_used=0, processes=[process][: k == 1]) for k in range(4)]
     held = [claim("k1", "MIG-1", owner="alice", uid=1001)]
     foreign = msgspec.structs.replace(process, uid=1002)
-    whole[1] = msgspec.structs.replace(whole[1], processes=[foreign])
+    parts[1] = msgspec.structs.replace(parts[1], processes=[foreign])
     for listed in (None, [], [foreign]):  # by the GPU itself, which NVML lets privileged callers see
-        reading = {"gpus": [idle("GPU-a", memory_used=None, processes=listed, mig=whole)], "claims": held}
+        reading = {"gpus": [idle("GPU-a", memory_used=None, processes=listed, mig=parts)], "claims": held}
         seen = gpu(facts("x", "GPU-a", static=Static(gpus=[parent]), known={"GPU-a": parent}, reading=reading))
         assert [(p.pid, p.user, p.rogue) for p in seen.processes or ()] == [(1, "bob", True)]
         assert seen.flags == ["rogue", "mig"]
