@@ -117,6 +117,6 @@ class Scene:
         found = {gpu.node for lease in self.leases.leases if lease.mine for gpu in lease.gpus}
         for node in self.snapshot.nodes:
             uid = self.uids.get(node.name)
-            if uid is not None and any(process.uid == uid for gpu in node.gpus for process in gpu.processes or ()):
+            if uid is not None and any(process.uid == uid for gpu in judged(node) for process in gpu.processes or ()):
                 found.add(node.name)
         return found

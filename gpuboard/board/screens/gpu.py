@@ -24,6 +24,7 @@ from gpuboard.board.theme.styles import Glyphs
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid, Row
 from gpuboard.board.widgets.pane import Pane
+from gpuboard.model.snapshot import judged
 from gpuboard.model.units import format_duration
 
 _PLOT_LINES, _PLOT_LINES_MOST = 3, 10
@@ -243,7 +244,7 @@ class GpuScreen(GraphScreen, ActingScreen):
         scene = self.board.scene
         if scene is None:
             return
-        uuids = [gpu.uuid for node in natural_nodes(scene) for gpu in node.gpus]
+        uuids = [gpu.uuid for node in natural_nodes(scene) for gpu in judged(node)]
         if self.uuid in uuids and 0 <= (at := uuids.index(self.uuid) + by) < len(uuids):
             self._memory = Memory(uuids[at])
             self.show(scene)

@@ -9,6 +9,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import width
 from gpuboard.board.text.rows import GAP, Column
 from gpuboard.model.gpu import short_model
+from gpuboard.model.snapshot import judged
 
 BAR = 4  # cells of the bar before the memory
 SPARK = 10
@@ -82,7 +83,7 @@ def layout(scene: Scene, space: int, chosen: Sequence[ColumnChoice] = ()) -> tup
     usual only where GPUs have several, or are split into MIG devices.
     """
     if not chosen:
-        gpus = [gpu for node in scene.snapshot.nodes for gpu in node.gpus]
+        gpus = [gpu for node in scene.snapshot.nodes for gpu in judged(node)]
         alike = len({gpu.name for gpu in gpus}) < 2 and not any(gpu.mig for gpu in gpus)
         chosen = [ColumnChoice(key) for key in USUAL if key != "model" or not alike]
     columns = [_sized(scene, choice) for choice in chosen]
@@ -101,7 +102,7 @@ def _sized(scene: Scene, choice: ColumnChoice) -> Column:
         longest = max((width(node.name) for node in scene.snapshot.nodes), default=0)
         return column._replace(width=min(max(longest, _NAME_LEAST), _NAME_MOST))
     if choice.key == "model":
-        names = {gpu.name for node in scene.snapshot.nodes for gpu in node.gpus}
+        names = {gpu.name for node in scene.snapshot.nodes for gpu in judged(node)}
         longest = max((width(short_model(name)) for name in names), default=0)
         return column._replace(width=min(max(longest, column.width), _MODEL_MOST))
     return column

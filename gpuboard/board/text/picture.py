@@ -33,7 +33,7 @@ from gpuboard.board.text.plots import curve, metered, part_of, per_cell
 from gpuboard.board.text.rows import GAP, Cell, Column, Runs
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.model.gpu import short_model
-from gpuboard.model.snapshot import GpuView, NodeView
+from gpuboard.model.snapshot import GpuView, NodeView, judged
 
 _STATE, _FREE = 11, 5  # widths of columns
 _EACH = 8  # GPUs in a row where more would be narrow
@@ -288,7 +288,7 @@ def legend(nodes: Sequence[NodeView], states: bool, room: int) -> list[tuple[str
     signs = [*((letter, state, state) for state, letter in LETTERS.items() if states or state == "mig"), *marks]
     if sum(len(word) + 4 for _, _, word in signs) <= room:
         return signs
-    gpus = [gpu for node in nodes for gpu in node.gpus]
+    gpus = [gpu for node in nodes for gpu in judged(node)]
     present = {gpu.state for gpu in gpus}.union(*(gpu.flags for gpu in gpus if gpu.flags))
     kept = set()
     for _, _, word in (*marks, *reversed(signs[: -len(marks)])):
