@@ -48,7 +48,8 @@ def owner(of: GpuView | MigView, scene: Scene) -> tuple[str, str]:
     if users := users_of(of, scene):
         mine = any(lease.mine for lease in scene.leases_on(of.uuid))
         return ", ".join(users), "mine" if mine else ""
-    if of.state == "occupied" or (of.processes is None and of.state not in {"free", "reserved"}):
+    unread = of.processes is None and (isinstance(of, GpuView) or of.state not in {"free", "reserved"})
+    if unread or of.state == "occupied":
         return UNKNOWN, "unknown"
     return ("hidden", "unknown") if of.processes else ("-", "dim")
 

@@ -88,7 +88,7 @@ def _user(device: DeviceRow) -> Cell:
     if users := device.users:
         return Cell(",".join(clean(user, 32) for user in users))
     of = device.mig or device.gpu
-    unread = of.processes is None and of.state not in {"free", "reserved"}
+    unread = of.processes is None and (device.mig is None or of.state not in {"free", "reserved"})
     return Cell("?" if unread or of.processes or of.state == "occupied" else "-")
 
 
