@@ -33,6 +33,11 @@ class Sums(NamedTuple):
     stale: int
     oldest_s: float | None  # age of the oldest reading, stale and unreachable nodes included; None: no reading
 
+    @property
+    def free(self) -> int:
+        """How many GPUs are free."""
+        return sum(count.states["free"] for count in self.models)
+
 
 def sums_of(nodes: Sequence[NodeView]) -> Sums:
     """Count the GPUs of nodes. A GPU in MIG mode counts as its devices, which are models of their own."""

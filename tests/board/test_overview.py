@@ -133,6 +133,17 @@ async def test_the_screen_lists_sorts_and_filters(tmp_path: Path, size: tuple[in
         assert app.screen.cursor_uuid == "GPU-gpu04-0"
 
 
+async def test_it_counts_mig_devices_as_the_header_does(tmp_path: Path) -> None:
+    sliced = made.node("gpu01", [made.mig("gpu01", 0, "free", "busy", "free"), made.gpu("gpu01", 1)])
+    shown = held(sliced)  # of the other ten nodes' 40 GPUs, bob uses one and alice holds four
+    async with made.still(tmp_path, shown, (160, 48)) as (app, pilot):
+        app.core.history.add(shown.snapshot, seconds_of(shown.snapshot.at))
+        await pilot.press("v")
+        await settle(pilot, lambda: "% used  38 free" in screen(app))
+        assert shown.sums.free == 38
+        assert [round(free or 0) for free in app.core.history.cluster().free] == [38]
+
+
 async def test_hostile_names_stay_in_their_cells(tmp_path: Path) -> None:
     users = [*made.HOSTILE, *map(str, range(16))]  # as many as there are a line each
     hostile = [

@@ -37,7 +37,7 @@ from gpuboard.board.history.records import (
     sample,
     select,
 )
-from gpuboard.model.snapshot import Snapshot
+from gpuboard.model.snapshot import Snapshot, judged
 
 T = TypeVar("T")
 
@@ -68,8 +68,8 @@ class Cluster(NamedTuple):
 
     times: tuple[float, ...] = ()
     utilization: tuple[float | None, ...] = ()  # mean of the GPUs that were read, percent
-    free: tuple[float | None, ...] = ()  # GPUs; one in MIG mode counts by the part of its devices that is free
-    known: tuple[int, ...] = ()  # GPUs whose state was known
+    free: tuple[float | None, ...] = ()  # GPUs; one in MIG mode counts as its devices, as many as it has now
+    known: tuple[int, ...] = ()  # GPUs whose state was known, counted as above
 
 
 class _Total(NamedTuple):
@@ -87,6 +87,7 @@ class History:
         self.past = Past(((),) * len(SPANS), {})  # all records; replaced as a whole: readers need no lock
         self._totals: dict[int, tuple[HistoryRecord, _Total]] = {}  # by the id of a record, which is kept with it
         self._own: frozenset[str] = frozenset()  # columns seen here: loaded records may have others
+        self._devices: dict[str, int] = {}  # how many MIG devices a GPU has, by its UUID
         self._loaded: frozenset[str] = frozenset()
         self._due = float("-inf")
         self._changes = 0  # how often samples were taken away, added below others or given other columns
@@ -194,12 +195,15 @@ class History:
         """Return the samples of all GPUs of this board over ``span``, the unfinished bucket included."""
         records, columns = self.past
         own, totals = self._own, self._totals
-        numbers = [number for key, number in columns.items() if key in own and not is_host(key)]
+        gpus = {key: number for key, number in columns.items() if key in own and not is_host(key)}
+        numbers = list(gpus.values())
+        devices = [(at, self._devices[key]) for at, key in enumerate(gpus) if key in self._devices]
 
         def total(record: HistoryRecord) -> _Total:
             if id(record) not in totals:
                 needed = HistoryRecord(record.at, (record.planes[UTILIZATION], record.planes[FREE]))
-                totals[id(record)] = record, _total(*select(needed, numbers, len(columns)).planes)
+                used, free = select(needed, numbers, len(columns)).planes
+                totals[id(record)] = record, _total(used, free, devices)
             return totals[id(record)][1]
 
         found = [(record.at, total(record)) for record in records[SPANS.index(span)]]
@@ -229,8 +233,11 @@ class History:
         new = sample(snapshot.nodes, columns, now, first=not self._own)
         newest = tuple(one for one in records[0] if one.at > now - FIVE_MINUTES.seconds)
         self.past = Past(((*newest, new), *records[1:]), columns)
-        if not own <= self._own:
+        seen = {gpu.uuid: len(gpu.mig) for node in snapshot.nodes for gpu in judged(node)}
+        devices = {uuid: count for uuid, count in (self._devices | seen).items() if count}
+        if devices != self._devices or not own <= self._own:
             self._own |= own
+            self._devices = devices
             self._totals = {}
         gpus = sum(len(node.gpus) for node in snapshot.nodes)
         period_s = next((period_s for most, period_s in _PERIODS_S if gpus <= most), _PERIOD_S)
@@ -293,12 +300,18 @@ def _unfinished(
     return merge(found) if found else None
 
 
-def _total(utilization: bytes, freedom: bytes) -> _Total:
+def _total(utilization: bytes, freedom: bytes, devices: Sequence[tuple[int, int]]) -> _Total:
+    """Return what all GPUs amount to; ``devices``: the position of each in MIG mode, and how many devices it has."""
     used, free = known(utilization), known(freedom)
+    parts, number = sum(free) - len(free), len(free)
+    for at, count in devices:
+        if code := freedom[at]:
+            parts += (count - 1) * (code - 1)
+            number += count - 1
     return _Total(
         sum(used) / len(used) - 1 if used else None,
-        round((sum(free) - len(free)) / PARTS, 2) if free else None,
-        len(free),
+        round(parts / PARTS, 2) if free else None,
+        number,
     )
 
 

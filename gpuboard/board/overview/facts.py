@@ -18,6 +18,7 @@ class OverviewFacts(NamedTuple):
     """What the boxes show."""
 
     past: Cluster
+    free: int  # GPUs
     people: Sequence[Person]
     endings: Sequence[UpcomingEnd]
     events: Sequence[ClusterEvent]  # oldest first
@@ -42,6 +43,7 @@ class Gatherer:
         now = seconds_of(scene.snapshot.at)
         return OverviewFacts(
             self._history.cluster(span),
+            scene.sums.free,
             self._people.of(scene, self.order),
             self._upcoming.of(scene, now, most),
             self._events.events,

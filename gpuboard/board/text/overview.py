@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gpuboard.board.arrange import NodeRow, ViewState
-from gpuboard.board.history import Cluster
 from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.overview.facts import OverviewFacts
 from gpuboard.board.overview.people import Person, totals
@@ -125,7 +124,7 @@ def _widths(names: Sequence[str], cells: int) -> list[int]:
 def _box(name: str, facts: OverviewFacts, cells: int, height: int, glyphs: Glyphs) -> list[Runs]:
     inner, most = cells - 4, height - 2
     if name == "past":
-        return framed("Cluster", past_note(facts.past), past_lines(facts, inner, most, glyphs), cells, height)
+        return framed("Cluster", past_note(facts), past_lines(facts, inner, most, glyphs), cells, height)
     if name == "people":
         sums = totals(facts.people)
         note = f"{sums.held} held  {sums.idle} idle" if facts.people else ""
@@ -152,11 +151,12 @@ def framed(title: str, note: str, lines: Sequence[Runs], cells: int, height: int
     ]
 
 
-def past_note(past: Cluster) -> str:
+def past_note(facts: OverviewFacts) -> str:
+    past = facts.past
     if not past.times:
         return ""
-    used, free = past.utilization[-1], past.free[-1]
-    return f"{'?' if used is None else f'{used:.0f}%'} used  {'?' if free is None else f'{free:.0f}'} free"
+    used, known = past.utilization[-1], past.free[-1] is not None
+    return f"{'?' if used is None else f'{used:.0f}%'} used  {facts.free if known else '?'} free"
 
 
 def past_lines(facts: OverviewFacts, cells: int, most: int, glyphs: Glyphs) -> list[Runs]:

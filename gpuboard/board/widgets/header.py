@@ -122,8 +122,8 @@ def _only_free(facts: Sums, counts: Sequence[Count], *, cut: bool) -> Runs:
 
 
 def _total(facts: Sums) -> Runs:
-    free = sum(count.states["free"] for count in facts.models)
-    return ((f"{free} free", "free" if free else "dim"), (f" of {sum(count.total for count in facts.models)}", "dim"))
+    total = sum(count.total for count in facts.models)
+    return ((f"{facts.free} free", "free" if facts.free else "dim"), (f" of {total}", "dim"))
 
 
 def _about(facts: Sums, *, words: bool) -> list[Runs]:
