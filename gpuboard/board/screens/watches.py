@@ -202,7 +202,6 @@ class WatchDialog(Dialog[Watch]):
 
     def on_mount(self) -> None:
         """Read which runs are live."""
-        super().on_mount()
         runbook = self.board.core.runbook
 
         def known(runs: frozenset[str]) -> None:

@@ -77,7 +77,7 @@ class Picture(Grid):
         self.set_rows(LazyRows(items, lambda item: item.key, self._row))
 
     def on_resize(self) -> None:
-        super().on_resize()
+        """Lay the rows out anew; Grid's own handler, which textual calls after this one, draws them."""
         if self._scene is not None:
             self.show(self._scene, self._whole)
 
