@@ -37,6 +37,7 @@ from gpuboard.board.text.rows import (
     Runs,
     Styled,
     header_runs,
+    laid_over,
     line_of,
     lines_of,
     row_runs,
@@ -50,7 +51,6 @@ from gpuboard.board.widgets.header import header
 _WAIT_S = 5.0  # for the first reading; the import of textual ends long before
 _EDGE = 1  # free cells at the picture's left, and at its right for the scroll bar
 _BELOW = 2  # lines: status and keys
-_PLAIN = Style()
 
 
 class FirstFrame:
@@ -133,9 +133,10 @@ class _Body(NamedTuple):
         first = next((row for row in made if not row.group), None)
         found: list[Styled] = []
         for row in made:
-            line, over = line_of(row), self.look.style("cursor") if row is first else Style()
+            line = line_of(row)
             parts = lines_of(line, tall)
-            found += (self._row(part, titles, widths, width, over=over, marking=True) for part in parts)
+            drawn = [self._row(part, titles, widths, width, marking=True) for part in parts]
+            found += [laid_over(part, self.look.style("cursor")) for part in drawn] if row is first else drawn
         host = [runs_of(Cell(runs), self.base, self.look) for runs in self._host()]
         below = [[(" " * MARK_WIDTH, self.base), *runs] for runs in self._processes(places, width - MARK_WIDTH)]
         lines = [*host, self._titles(titles, widths, width, indent=MARK_WIDTH), *found, *below]
@@ -198,10 +199,9 @@ class _Body(NamedTuple):
         widths: dict[int, int],
         width: int,
         *,
-        over: Style = _PLAIN,
         marking: bool = False,
     ) -> Styled:
-        return row_runs(line, titles, widths, marking=marking, over=over, width=width, base=self.base, look=self.look)
+        return row_runs(line, titles, widths, marking=marking, width=width, base=self.base, look=self.look)
 
 
 def look_for(core: Core, kept: str | None, glyphs: Glyphs) -> tuple[Look, Style]:

@@ -228,7 +228,13 @@ def _trouble(node: NodeView) -> str:
 
 
 def _model(node: NodeView) -> str:
-    models = Counter(short_model(gpu.name) for gpu in node.gpus).most_common()
+    return _models(tuple([gpu.name for gpu in judged(node)]))
+
+
+@lru_cache(maxsize=64)
+def _models(names: tuple[str, ...]) -> str:
+    """Return the most frequent model, and how many others there are."""
+    models = Counter(map(short_model, names)).most_common()
     return (models[0][0] if models else "") + (f" +{len(models) - 1}" if len(models) > 1 else "")
 
 

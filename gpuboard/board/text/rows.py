@@ -189,12 +189,11 @@ def row_runs(
     widths: Mapping[int, int],
     *,
     marking: bool,
-    over: Style,
     width: int,
     base: Style,
     look: Look,
 ) -> Styled:
-    """Return a row as it is drawn, at least ``width`` cells. ``over``: a style laid over all of it (the cursor)."""
+    """Return a row as it is drawn, at least ``width`` cells."""
     cut = look.glyphs.ellipsis
     if line.group:
         style = base + look.style("group")
@@ -203,25 +202,27 @@ def row_runs(
     row = base + look.style("dim") if line.dim else base
     runs: Styled = []
     if marking:
-        runs.append(((look.glyphs.marked if line.marked else " ").ljust(MARK_WIDTH), row + over))
+        runs.append(((look.glyphs.marked if line.marked else " ").ljust(MARK_WIDTH), row))
     for index, cell in enumerate(line.cells):
         if cell.rest:
             room = width - sum(cell_len(text) for text, _ in runs)
-            runs += (
-                (text, style + over) for text, style in fit_runs(runs_of(cell, row, look), room, row, ellipsis=cut)
-            )
+            runs += fit_runs(runs_of(cell, row, look), room, row, ellipsis=cut)
             break
         if index in widths:
             right = columns[index].right
-            parts = fit_runs(runs_of(cell, row, look), widths[index], row, right=right, ellipsis=cut)
-            runs += ((text, style + over) for text, style in parts)
-            runs.append((" " * GAP, row + over))
+            runs += fit_runs(runs_of(cell, row, look), widths[index], row, right=right, ellipsis=cut)
+            runs.append((" " * GAP, row))
     else:
         indent = MARK_WIDTH if marking else 0
         if indent + sum(widths.values()) + GAP * (len(widths) - 1) > width:  # a number that lacks digits must show it
             return fit_runs(runs[:-1], width, row, ellipsis=cut)
-        runs.append((_rest(widths, indent, width), row + over))
+        runs.append((_rest(widths, indent, width), row))
     return runs
+
+
+def laid_over(runs: Styled, over: Style) -> Styled:
+    """Return runs with a style laid over all of them: the cursor's row."""
+    return [(text, style + over) for text, style in runs]
 
 
 def _rest(widths: Mapping[int, int], indent: int, width: int) -> str:
@@ -231,21 +232,21 @@ def _rest(widths: Mapping[int, int], indent: int, width: int) -> str:
 
 def runs_of(cell: Cell, base: Style, look: Look) -> Styled:
     """Return what stands in a cell as texts with the styles they are drawn in, not yet cut."""
-    style = base + _style(cell.style, look)
+    style = _on(base, cell.style, look)
     if isinstance(cell.text, str):
         return [(cell.text, style)]
     if isinstance(cell.text, tuple):
-        styles = {own: style + _style(own, look) for own in {own for _, own in cell.text}}  # few, and slow to add
+        styles = {own: _on(style, own, look) for own in {own for _, own in cell.text}}  # few, and slow to add
         return [(text, styles[own]) for text, own in cell.text]
     text = cell.text
-    style += _style(text.style, look)
+    style = _on(style, text.style, look)
     cuts = sorted({0, len(text), *(c for span in text.spans for c in (span.start, span.end) if 0 < c < len(text))})
     runs = []
     for start, end in pairwise(cuts):
         over = style
         for span in text.spans:
             if span.start <= start < span.end:
-                over += _style(span.style, look)
+                over = _on(over, span.style, look)
         runs.append((text.plain[start:end], over))
     return runs
 
@@ -265,8 +266,11 @@ def strip(runs: Iterable[tuple[str, Style]], pad: Style, width: int) -> Strip:
             joined, last = text, style
     if joined:
         segments.append(Segment(joined, last))
-    return Strip(segments, sum(cells_of(text) for text, _, _ in segments)).adjust_cell_length(width, pad)
+    line = Strip(segments, sum(cells_of(text) for text, _, _ in segments))
+    return line if line.cell_length == width else line.adjust_cell_length(width, pad)
 
 
-def _style(style: str | Style, look: Look) -> Style:
-    return style if isinstance(style, Style) else look.style(style)
+def _on(base: Style, style: str | Style, look: Look) -> Style:
+    """Return a style over ``base``; ``base`` itself where it adds nothing, so that texts side by side are one."""
+    own = style if isinstance(style, Style) else look.style(style)
+    return base + own if own else base

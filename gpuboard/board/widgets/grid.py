@@ -26,6 +26,7 @@ from gpuboard.board.text.rows import (
     Row,
     header_runs,
     keys_of,
+    laid_over,
     line_of,
     lines_of,
     row_runs,
@@ -338,7 +339,9 @@ class Grid(OnBoard, Dragging, can_focus=True):
             self.refresh(*changed)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        self._base, width = self.visual_style.rich_style, self.scrollable_content_region.width  # slow: once for all
+        base, width = self.visual_style.rich_style, self.scrollable_content_region.width  # slow: once for all
+        if base != self._base:  # else the same object: sums of styles are found without comparing them
+            self._base = base
         if self._drawn_with is not self._look:
             self._drawn_with = self._look
             self._lines.clear()
@@ -378,11 +381,12 @@ class Grid(OnBoard, Dragging, can_focus=True):
             self.columns,
             self._widths,
             marking=self._indent > 0,
-            over=self._look.style("cursor") if line.cursor and self.ROW_CURSOR else Style(),
             width=width,
             base=base + self._look.style("marked") if marked else base,
             look=self._look,
         )
+        if line.cursor and self.ROW_CURSOR:
+            runs = laid_over(runs, self._look.style("cursor"))
         return strip(runs, base, width)
 
     # Moving and marking
