@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from gpuboard.shellprobe.connector import NodeConnector
 
 _PACE_S = 1.0  # a new scene at least this often: ages on the screen grow
-_REST = 9  # pause after a scene, as a multiple of its CPU time: at most a tenth of a core, however nodes answer
-_REST_MOST_S = 1.0
+_REST = 19  # pause after a scene, as a multiple of its CPU time: a twentieth of a core, however nodes answer
+_REST_MOST_S = 2.0
 _FEW = 8  # nodes: so many are all asked for runs
 _FIND_RUNS_S = 10.0  # between two searches for the nodes that the user uses
 _LOOK_S = 5.0  # how often a node is asked again for the throughput of a GPU on show; it ends after 15 s

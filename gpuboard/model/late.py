@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 T = TypeVar("T")
 
 _MAKING = threading.RLock()  # reentrant: elements may be made of others
 
 
-class Late(Sequence[T]):
+if TYPE_CHECKING:
+    from collections.abc import Sequence as _Sequence
+else:  # no abstract class: isinstance() is slow for those, and used for each node of each scene
+
+    class _Sequence(Generic[T]):
+        __slots__ = ()
+
+
+class Late(_Sequence[T]):
     """Elements that differ from those of ``base`` in numbers alone, made once, by any thread.
 
     A board reads a thousand nodes a second and shows a few: of the others only ``base`` is needed.
@@ -54,6 +62,9 @@ class Late(Sequence[T]):
 
     def __repr__(self) -> str:
         return repr(self.made())
+
+
+Sequence.register(Late)
 
 
 def base_of(elements: Sequence[T]) -> Sequence[T]:

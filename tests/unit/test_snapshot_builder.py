@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -110,7 +111,7 @@ class History:
         node = self.nodes[0]
         what = self.draw(st.sampled_from(["tick"] * 6 + ["event", "node", "claims", "time", "frame", "other", "jobs"]))
         if what in {"tick", "event"}:
-            for _ in range(self.draw(st.integers(1, 2))):  # two readings may arrive before somebody looks
+            for _ in range(self.draw(st.integers(1, 3))):  # several readings may arrive before somebody looks
                 self.read(what == "event")
         elif what == "claims":
             self.claims = self.draw(st.lists(st.sampled_from(CLAIMS), max_size=3))
@@ -355,6 +356,27 @@ def test_memory_that_becomes_unreadable_makes_a_busy_gpu_unknown() -> None:
         node = replace(node, reading=reading, previous=node.reading, steady=second > 0, arrived=float(second))
         states.append(builder.snapshot([node], replace(view, now=second + 0.1)).nodes[0].gpus[0].state)
     assert states == ["busy", "busy", "busy", "unknown", "busy"]
+
+
+@pytest.mark.parametrize("missed", [{"utilization": 90}, {"memory_used": 20 * GIB}, {"memory_used": None}, {}])
+def test_the_reading_before_counts_where_nobody_looked_at_it(missed: dict[str, Any]) -> None:
+    """GPUs are judged by their newest two readings, also where both have come since the last snapshot."""
+    both = {gpu.uuid: inert_static(gpu) for gpu in STATICS[:2]}
+    node = NodeFacts(name="gpu01", static=Static(gpus=STATICS[:2]), known=both)
+    view = View(now=0.0, at=1.0, cluster="c", thresholds=Thresholds(), users={}, interval_s=1.0, one_shot=False)
+    builder, found = SnapshotBuilder(), []
+    reading: Reading | None = None
+    for second, changed in enumerate(({}, {}, {}, missed, {}, {}, {})):
+        gpus = [replace(idle("GPU-a"), temperature=second, **changed), replace(idle("GPU-b"), temperature=second)]
+        whole = Reading(seq=second, at=second, interval_s=1.0, gpus=gpus)
+        reading = whole if reading is None else applied(delta(whole), reading)
+        node = replace(node, reading=reading, previous=node.reading, steady=second > 0, arrived=float(second))
+        if second in {2, 4, 6}:
+            seen = replace(view, now=second + 0.1)
+            found.append(builder.snapshot([node], seen))
+            assert found[-1] == SnapshotBuilder().snapshot([node], seen)
+    assert [shot.nodes[0].gpus[0].state == "free" for shot in found] == [True, not missed, True]
+    assert missed or judged(found[1].nodes[0]) is judged(found[2].nodes[0])  # not judged again
 
 
 def test_what_a_reading_shares_with_the_one_before() -> None:

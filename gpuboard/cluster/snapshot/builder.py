@@ -194,13 +194,17 @@ def _held(on_nodes: Iterable[tuple[str, Sequence[Claim]]]) -> Held:
 
 def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view: View) -> Sequence[GpuView]:
     """Return a node's GPUs: with other numbers where that is enough, else judged."""
-    reading, limits, on_gpus = facts.reading, view.thresholds, held.on(facts.name)
+    reading, previous, limits, on_gpus = facts.reading, facts.previous, view.thresholds, held.on(facts.name)
     # What the GPUs of ``memo`` were compared with last time is not compared again.
-    followed = facts.previous is memo.facts.reading or facts is memo.facts or view.one_shot
-    steady = facts is memo.facts or (facts.steady and facts.previous is memo.facts.reading)
-    if steady and same_leases and not on_gpus and reading is not None and _stays(memo, reading, facts, view):
+    followed = previous is memo.facts.reading or facts is memo.facts or view.one_shot
+    moved = _moved_alone(reading, previous, memo.facts.reading)
+    steady = facts is memo.facts or (facts.steady and previous is memo.facts.reading) or moved
+    if steady and same_leases and not on_gpus and reading is not None and _stays(memo, facts, followed, view):
         return _with_later_numbers(memo.judged, numbers_of(reading), None, reading.at, view)
-    before = [] if followed else _aligned(facts.previous, memo.uuids)
+    before: Sequence[GpuReading | GpuNumbers | None] = []
+    if not followed:
+        alike = previous if moved and memo.aligned else None
+        before = numbers_of(alike) if alike is not None else _aligned(previous, memo.uuids)
     now: Sequence[GpuReading | GpuNumbers | None]
     if steady and memo.aligned and reading is not None:
         now = numbers_of(reading)
@@ -212,17 +216,15 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
         claims = on_gpus.get(uuid, _NO_CLAIMS)
         if (
             last is not None
-            and gpu is not None
-            and (steady or isinstance(gpu, GpuNumbers) or _gpu_without_numbers(gpu) == last.stable)
-            and _is_quiet(gpu, last, limits)
-            and (followed or ((other := before[place]) is not None and _decides_the_same(other, last, limits)))
+            and _decides_the_same(gpu, last, limits, steady=steady)
+            and (followed or _decides_the_same(before[place], last, limits, steady=moved))
             and (claims is last.claims or _same_claims(claims, last.claims))
             and ((not claims and not last.allocated) or unused(idle_for_s(uuid, facts, view), limits) == last.unused)
             and (same_leases or not last.of_lease)
         ):
             last.claims = claims
         else:
-            readings = (_aligned(reading, memo.uuids)[place], _aligned(facts.previous, memo.uuids)[place])
+            readings = (_aligned(reading, memo.uuids)[place], _aligned(previous, memo.uuids)[place])
             made = again[place] = gpu_view(memo.order[place], readings, facts, held, view)
             memo.gpus[place] = _gpu_memo(readings, facts, claims, made, view)
     if again:
@@ -235,14 +237,22 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
     return _with_later_numbers(memo.judged, numbers, claims_on, reading.at, view)
 
 
-def _stays(memo: _NodeMemo, reading: Reading, facts: NodeFacts, view: View) -> bool:
+def _moved_alone(*readings: Reading | None) -> bool:
+    """Return whether readings are one whole reading and deltas of it, which differ in numbers alone."""
+    bases = [None if reading is None else base_of(reading.gpus) for reading in readings]
+    return bases[0] is not None and all(base is bases[0] for base in bases)
+
+
+def _stays(memo: _NodeMemo, facts: NodeFacts, followed: bool, view: View) -> bool:
     """Return whether no GPU is judged again where only numbers have changed and there is no claim: nearly always."""
-    limits, numbers = view.thresholds, numbers_of(reading)
+    limits = view.thresholds
+    readings = (facts.reading,) if followed else (facts.reading, facts.previous)
+    new = [numbers_of(reading) for reading in readings if reading is not None]
     return (
         memo.constant
         and memo.aligned
-        and all(new.memory_used is not None for new in numbers)
-        and all(_is_quiet(numbers[place], last, limits) for place, last in memo.by_numbers)
+        and all(one.memory_used is not None for numbers in new for one in numbers)
+        and all(_is_quiet(numbers[place], last, limits) for numbers in new for place, last in memo.by_numbers)
         and all(
             unused(idle_for_s(memo.uuids[place], facts, view), limits) == last.unused for place, last in memo.by_time
         )
@@ -319,8 +329,14 @@ def _gpu_without_numbers(gpu: GpuReading) -> GpuReading:
     )
 
 
-def _decides_the_same(gpu: GpuReading, last: _GpuMemo, limits: Thresholds) -> bool:
-    return _gpu_without_numbers(gpu) == last.stable and _is_quiet(gpu, last, limits)
+def _decides_the_same(
+    gpu: GpuReading | GpuNumbers | None, last: _GpuMemo, limits: Thresholds, *, steady: bool = False
+) -> bool:
+    """Return whether a GPU would be judged as it was; ``steady``: it differs in numbers alone, as GpuNumbers do."""
+    if gpu is None:
+        return False
+    same = steady or isinstance(gpu, GpuNumbers) or _gpu_without_numbers(gpu) == last.stable
+    return same and _is_quiet(gpu, last, limits)
 
 
 def _is_quiet(gpu: GpuReading | GpuNumbers, last: _GpuMemo, limits: Thresholds) -> bool:
