@@ -197,7 +197,7 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
     reading, previous, limits, on_gpus = facts.reading, facts.previous, view.thresholds, held.on(facts.name)
     # What the GPUs of ``memo`` were compared with last time is not compared again.
     followed = previous is memo.facts.reading or facts is memo.facts or view.one_shot
-    moved = _moved_alone(reading, previous, memo.facts.reading)
+    moved = not followed and _moved_alone(reading, previous, memo.facts.reading)
     steady = facts is memo.facts or (facts.steady and previous is memo.facts.reading) or moved
     if steady and same_leases and not on_gpus and reading is not None and _stays(memo, facts, followed, view):
         return _with_later_numbers(memo.judged, numbers_of(reading), None, reading.at, view)
@@ -237,10 +237,12 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
     return _with_later_numbers(memo.judged, numbers, claims_on, reading.at, view)
 
 
-def _moved_alone(*readings: Reading | None) -> bool:
+def _moved_alone(one: Reading | None, another: Reading | None, third: Reading | None) -> bool:
     """Return whether readings are one whole reading and deltas of it, which differ in numbers alone."""
-    bases = [None if reading is None else base_of(reading.gpus) for reading in readings]
-    return bases[0] is not None and all(base is bases[0] for base in bases)
+    if one is None or another is None or third is None:
+        return False
+    base = base_of(one.gpus)
+    return base_of(another.gpus) is base and base_of(third.gpus) is base
 
 
 def _stays(memo: _NodeMemo, facts: NodeFacts, followed: bool, view: View) -> bool:
