@@ -379,6 +379,27 @@ def test_the_reading_before_counts_where_nobody_looked_at_it(missed: dict[str, A
     assert missed or judged(found[1].nodes[0]) is judged(found[2].nodes[0])  # not judged again
 
 
+def test_claims_of_one_lease_that_move_are_noticed() -> None:
+    """The leases stay the same, and the readings differ in numbers and claims alone."""
+    both = {gpu.uuid: inert_static(gpu) for gpu in STATICS[:2]}
+    node = NodeFacts(name="gpu01", static=Static(gpus=STATICS[:2]), known=both)
+    view = View(now=0.0, at=1.0, cluster="c", thresholds=Thresholds(), users={}, interval_s=1.0, one_shot=False)
+    on_a, on_b = CLAIMS[0], CLAIMS[2]
+    builder, states = SnapshotBuilder(), []
+    reading: Reading | None = None
+    for second, claims in enumerate(([on_a], [on_a], [on_a], [on_a, on_b], [on_a, on_b], [on_b], [on_b], [on_a])):
+        left = [replace(claim, remaining_s=3600.0 - second) for claim in claims]
+        gpus = [replace(idle(gpu.uuid), temperature=second) for gpu in STATICS[:2]]
+        whole = Reading(seq=second, at=second, interval_s=1.0, gpus=gpus, claims=left)
+        reading = whole if reading is None else applied(delta(whole), reading)
+        node = replace(node, reading=reading, previous=node.reading, steady=second > 0, arrived=float(second))
+        seen = replace(view, now=second + 0.1)
+        shot = builder.snapshot([node], seen)
+        assert shot == SnapshotBuilder().snapshot([node], seen)
+        states.append("".join(gpu.state[0] for gpu in shot.nodes[0].gpus))
+    assert states == ["ru", "rf", "rf", "rr", "rr", "fr", "fr", "rf"]
+
+
 def test_what_a_reading_shares_with_the_one_before() -> None:
     old = Reading(seq=1, at=1.0, interval_s=1.0, gpus=[replace(idle("GPU-a"), processes=PROCESSES[:1]), idle("GPU-b")])
     moved = [replace(old.gpus[0], processes=list(PROCESSES[:1]), power=99.0), replace(idle("GPU-b"), lost=True)]

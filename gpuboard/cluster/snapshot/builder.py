@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
 
 import msgspec
 from msgspec.structs import replace
@@ -70,16 +69,20 @@ class _NodeMemo:
         self.aligned = False  # the newest reading has exactly these GPUs, in this order
         self.stable: Reading | None = None
         self.view: NodeView | None = None  # None: not made yet
-        self.constant = False  # no GPU changes before the next reading
+        self.known = False  # every GPU has a memo
+        self.constant = False  # … and none changes before the next reading
         self.by_numbers: list[tuple[int, _GpuMemo]] = []  # GPUs that memory and utilization can make others, by place
-        self.by_time: list[tuple[int, _GpuMemo]] = []  # … that become idle while they are allocated
+        self.by_time: list[tuple[int, _GpuMemo]] = []  # … that become idle while they are allocated or claimed
+        self.claimed: list[tuple[int, _GpuMemo]] = []
 
     def note(self) -> None:
         """Note what can change the GPUs, after they were judged."""
         known = [(place, last) for place, last in enumerate(self.gpus) if last is not None]
-        self.constant = len(known) == len(self.gpus) and not any(last.claims for _, last in known)
+        self.claimed = [(place, last) for place, last in known if last.claims]
+        self.known = len(known) == len(self.gpus)
+        self.constant = self.known and not self.claimed
         self.by_numbers = [(place, last) for place, last in known if not last.in_use]
-        self.by_time = [(place, last) for place, last in known if last.allocated]
+        self.by_time = [(place, last) for place, last in known if last.allocated or last.claims]
 
 
 class SnapshotBuilder:
@@ -199,8 +202,8 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
     followed = previous is memo.facts.reading or facts is memo.facts or view.one_shot
     moved = not followed and _moved_alone(reading, previous, memo.facts.reading)
     steady = facts is memo.facts or (facts.steady and previous is memo.facts.reading) or moved
-    if steady and same_leases and not on_gpus and reading is not None and _stays(memo, facts, followed, view):
-        return _with_later_numbers(memo.judged, numbers_of(reading), None, reading.at, view)
+    if steady and same_leases and reading is not None and _stays(memo, facts, on_gpus, followed, view):
+        return _with_later_numbers(memo, numbers_of(reading), on_gpus, reading.at, view)
     before: Sequence[GpuReading | GpuNumbers | None] = []
     if not followed:
         alike = previous if moved and memo.aligned else None
@@ -233,8 +236,7 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
     if reading is None or len(again) == len(now):
         return memo.judged
     numbers = [again.get(place) or gpu or memo.judged[place] for place, gpu in enumerate(now)]
-    claims_on = [on_gpus.get(uuid, _NO_CLAIMS) for uuid in memo.uuids] if on_gpus else None
-    return _with_later_numbers(memo.judged, numbers, claims_on, reading.at, view)
+    return _with_later_numbers(memo, numbers, on_gpus, reading.at, view)
 
 
 def _moved_alone(one: Reading | None, another: Reading | None, third: Reading | None) -> bool:
@@ -245,14 +247,19 @@ def _moved_alone(one: Reading | None, another: Reading | None, third: Reading | 
     return base_of(another.gpus) is base and base_of(third.gpus) is base
 
 
-def _stays(memo: _NodeMemo, facts: NodeFacts, followed: bool, view: View) -> bool:
-    """Return whether no GPU is judged again where only numbers have changed and there is no claim: nearly always."""
+def _stays(
+    memo: _NodeMemo, facts: NodeFacts, on_gpus: Mapping[str, Sequence[Claim]], followed: bool, view: View
+) -> bool:
+    """Return whether no GPU is judged again where only numbers have changed: nearly always."""
     limits = view.thresholds
+    claimed = [(on_gpus.get(memo.uuids[place], _NO_CLAIMS), last) for place, last in memo.claimed]
     readings = (facts.reading,) if followed else (facts.reading, facts.previous)
     new = [numbers_of(reading) for reading in readings if reading is not None]
     return (
-        memo.constant
+        memo.known
         and memo.aligned
+        and len(claimed) == len(on_gpus)
+        and all(_same_claims(claims, last.claims) for claims, last in claimed)
         and all(one.memory_used is not None for numbers in new for one in numbers)
         and all(_is_quiet(numbers[place], last, limits) for numbers in new for place, last in memo.by_numbers)
         and all(
@@ -262,21 +269,18 @@ def _stays(memo: _NodeMemo, facts: NodeFacts, followed: bool, view: View) -> boo
 
 
 def _with_later_numbers(
-    judged: list[GpuView],
-    numbers: Sequence[GpuValues],
-    held: Sequence[Sequence[Claim]] | None,
-    at: float,
-    view: View,
+    memo: _NodeMemo, numbers: Sequence[GpuValues], on_gpus: Mapping[str, Sequence[Claim]], at: float, view: View
 ) -> Sequence[GpuView]:
-    """Return views with other numbers, which are put in at once for callers of the Python interface.
+    """Return the views of a memo with other numbers, which callers of the Python interface get at once.
 
-    ``numbers``: a view's own where it was judged now. ``held``: the claims on each GPU; None: there are none.
+    ``numbers``: a view's own where it was judged now.
     """
+    judged = memo.judged
 
     def make() -> list[GpuView]:
         return [
-            one if isinstance(new, GpuView) else _with_numbers(one, new, claims, at)
-            for one, new, claims in zip(judged, numbers, held or repeat(_NO_CLAIMS))  # noqa: B905 - repeat() has no end
+            one if isinstance(new, GpuView) else _with_numbers(one, new, on_gpus.get(one.uuid, _NO_CLAIMS), at)
+            for one, new in zip(judged, numbers, strict=True)
         ]
 
     return make() if view.one_shot else MovedGpus(judged, numbers, make)
