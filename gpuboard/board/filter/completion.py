@@ -17,6 +17,7 @@ class Completion(NamedTuple):
     texts: tuple[str, ...] = ()  # the whole filter with each candidate taken; none before a key's first letter
     names: tuple[str, ...] = ()  # the candidates
     hint: str = ""  # the values of the key that is typed
+    word: int | None = None  # where the word begins that may become a key; None: there is none
 
 
 class _End(NamedTuple):
@@ -33,7 +34,9 @@ def complete(text: str, language: Language[P], values: Callable[[Key[P]], Iterab
     end = _end(text)
     if not end.key:
         names = tuple(name + key.sign for name, key in language.keys.items() if _begins(name, end.typed))
-        return Completion(tuple(text[: end.at] + name for name in names) if end.typed else (), names)
+        if not end.typed:
+            return Completion(names=names)
+        return Completion(tuple(text[: end.at] + name for name in names), names, word=end.at if names else None)
     name = end.key.lower()
     key = language.keys.get(language.aliases.get(name, name))
     if key is None:

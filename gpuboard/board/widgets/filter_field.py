@@ -102,6 +102,8 @@ class FilterField(Vertical):
         self._hint = hint
         self._known: tuple[Key[Any], tuple[str, ...]] | None = None  # of the key that was completed last
         self._error = ""  # why the text is not in force
+        self._word = ""  # the last word, while it may become a key: not in force either
+        self._used = ""  # the text without that word
         self._lookups: Background[tuple[Query[Any], str]] = Background(self)
         self.query_in_force: Query[Any] = language.parse("")
 
@@ -126,7 +128,7 @@ class FilterField(Vertical):
     @property
     def wrong(self) -> bool:
         """Whether the text is not the filter in force."""
-        return bool(self._error)
+        return bool(self._error or self._word)
 
     def open(self) -> None:
         self._show(True)
@@ -143,7 +145,7 @@ class FilterField(Vertical):
         with self.input.prevent(Input.Changed):
             self.input.value = text
         self.input.cursor_position = len(text)
-        self._typed()
+        self._use(text)
 
     def _show(self, is_open: bool) -> None:
         self.set_class(is_open, "-open")
@@ -173,11 +175,18 @@ class FilterField(Vertical):
 
     @on(Input.Changed)
     def _typed(self) -> None:
-        """Filter while the user types; for an invalid text show why, and which part of it is in force.
+        """Filter while the user types; a last word that may become a key waits until it is finished."""
+        text = self.input.value
+        at = self.completion.word if self.typing else None
+        self._word = "" if at is None else text[at:]
+        self._use(text if at is None else text[:at].rstrip("-").rstrip())
+
+    def _use(self, text: str) -> None:
+        """Filter by ``text``; where it is invalid show why, and which part of it is in force.
 
         While groups of nodes are looked up, the filter before stays in force: that may take seconds.
         """
-        text = self.input.value
+        self._used = text
         if not names_groups(text):
             self._parsed(*_parse(self._language, text))
             return
@@ -187,10 +196,10 @@ class FilterField(Vertical):
         def found(result: tuple[Query[Any], str]) -> None:
             if not self.is_attached:
                 return
-            if text == self.input.value:
+            if text == self._used:
                 self._parsed(*result)
-            elif names_groups(self.input.value):
-                self._typed()
+            elif names_groups(self._used):
+                self._use(self._used)
 
         self._lookups.ask(lambda: _parse(self._language, text), found)
 
@@ -208,11 +217,13 @@ class FilterField(Vertical):
         room = min(width(words), wide + 2 - len(lead))
         offers.set_lines([((lead, "dim"), (fit(words, room), ""))] if self.typing and words else [])
         wrong: list[Runs] = []
-        if self._error:
+        if self.wrong:
             force = self.query_in_force.text
             words = f"in force: {force}" if force else "no filter is in force"
-            wrong = [((f"  {line}", "warn"),) for line in wrapped(self._error, wide, most=4)]
-            wrong.append(((f"  {fit(words, min(width(words), wide))}", "title"),))
+            wrong = [((f"  {line}", "warn"),) for line in wrapped(self._error, wide, most=4) if line]
+            if self._word and not self._error:
+                words += f"; enter or a space looks for {self._word}"
+            wrong.append(((f"  {fit(words, min(width(words), wide))}", "title" if self._error else "dim"),))
         self.query_one("#wrong", Lines).set_lines(wrong)
 
     def on_descendant_focus(self) -> None:
@@ -221,7 +232,11 @@ class FilterField(Vertical):
         self._draw()
 
     def on_descendant_blur(self) -> None:
-        self._draw()
+        """Take the text as it is: nothing more is typed."""
+        if self._word:
+            self._typed()
+        else:
+            self._draw()
 
     def on_resize(self) -> None:
         self._draw()
