@@ -82,6 +82,7 @@ SCHEDULED = st.builds(
     shown=st.sampled_from([[], STATICS[:1], [*STATICS, GpuStatic(3, "slurm-3", "h100", "", minor=3)]]),
     doubt=st.sampled_from(["", "Slurm: the node is down"]),
     error=st.sampled_from([None, None, "no answer"]),
+    asked=st.floats(0.0, 1000.0),
 )
 
 
@@ -342,6 +343,24 @@ def test_gpus_that_change_in_numbers_only_are_not_judged_again() -> None:
     assert all(a.reason is views[2][0].reason and a.flags is views[2][0].flags for a, _ in views[2:])
     assert views[4][0].processes is not None
     assert views[4][0].processes[0].runtime_s == 94.0
+
+
+def test_an_answer_of_the_scheduler_that_says_the_same_changes_no_view() -> None:
+    node = NodeFacts(name="gpu01", static=Static(gpus=STATICS[:1]), known={"GPU-a": inert_static(STATICS[0])})
+    view = View(now=0.0, at=1.0, cluster="c", thresholds=Thresholds(), users={}, interval_s=1.0, one_shot=False)
+    builder, seen, reading = SnapshotBuilder(), [], None
+    for second, job in enumerate("777778"):
+        whole = Reading(seq=second, at=second, interval_s=1.0, gpus=[idle("GPU-a")])
+        reading = whole if reading is None else applied(delta(whole), reading)
+        node = replace(node, reading=reading, previous=node.reading, steady=second > 0, arrived=float(second))
+        ruling = Ruling((Job(job, "al", "gpu", 1e9),))
+        said = Scheduled(gpus={"GPU-a": ruling}, asked=float(second), jobs=frozenset({int(job)}))
+        later = replace(view, now=second + 0.1, scheduled={"gpu01": said})
+        shot = builder.snapshot([node], later)
+        assert shot == SnapshotBuilder().snapshot([node], later)
+        seen.append(judged(shot.nodes[0])[0])
+    assert seen[2] is seen[3] is seen[4]
+    assert [job.id for job in seen[5].jobs] == ["8"]
 
 
 def test_memory_that_becomes_unreadable_makes_a_busy_gpu_unknown() -> None:
