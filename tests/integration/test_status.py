@@ -64,13 +64,15 @@ def test_activity_is_measured_when_it_is_asked_for(here: Here) -> None:
 
 def test_gpu_in_mig_mode_is_never_free_even_if_unreadable(here: Here) -> None:
     unreadable = ("fault nvmlDeviceGetMemoryInfo_v2 4", "fault nvmlDeviceGetComputeRunningProcesses_v3 4")
-    here.gpus([Gpu(mig=(Mig("MIG-a"),)), Gpu(mig=(), trouble=unreadable)])
+    failing = Gpu(mig=(Mig("MIG-c"),), trouble=("fault nvmlDeviceGetMemoryInfo_v2 999",))
+    here.gpus([Gpu(mig=(Mig("MIG-a"),)), Gpu(mig=(), trouble=unreadable), failing])
     [node] = here.json("status", "--json")["nodes"]
     assert [(gpu["state"], gpu["reason"], gpu["flags"]) for gpu in node["gpus"]] == [
         ("mig", "in MIG mode: its devices can be reserved", ["mig"]),
         ("mig", "in MIG mode, without devices", ["mig"]),
+        ("mig", "in MIG mode: its devices can be reserved; NVML: Unknown Error", ["mig"]),
     ]
-    assert [device["state"] for device in node["gpus"][0]["mig"]] == ["free"]
+    assert [[device["state"] for device in gpu["mig"]] for gpu in node["gpus"]] == [["free"], [], ["unknown"]]
 
 
 JETSON = "ddae9891-aaa8-5edd-bbf3-3a33c5adc75f"

@@ -157,6 +157,10 @@ class _Reader:
         facts = {"index": k, "uuid": self.uuids[k], "name": _name(handle), "pci_bus_id": self.pci[k]}
         facts.update(links={}, pci={})
         try:
+            facts["mig"] = self.mig_facts(k)  # alone: it decides that a GPU cannot be had, whatever else fails
+        except pynvml.NVMLError:
+            pass  # its readings carry the error
+        try:
             facts["minor"] = _ask(pynvml.nvmlDeviceGetMinorNumber, handle)
             facts["pcie_generation_max"] = _ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
             facts["pcie_width_max"] = _ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
@@ -166,7 +170,6 @@ class _Reader:
                 facts["memory_shared"] = True
             else:
                 facts["memory_total"], _, facts["memory_reserved"] = self._memory(handle)
-            facts["mig"] = self.mig_facts(k)
         except pynvml.NVMLError:
             return facts  # its readings carry the error
         return facts
@@ -283,11 +286,12 @@ class _Reader:
         found = []
         devices = self._mig_devices(k)
         for device, uuid in devices or []:
+            memory = _ask(self._memory, device)
             found.append(
                 {
                     "uuid": uuid,
                     "profile": _name(device).rsplit("MIG ", 1)[-1],
-                    "memory_total": self._memory(device)[0],
+                    "memory_total": memory and memory[0],
                     "gpu_instance": _ask(pynvml.nvmlDeviceGetGpuInstanceId, device),
                     "compute_instance": _ask(pynvml.nvmlDeviceGetComputeInstanceId, device),
                 }
