@@ -17,6 +17,7 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.events import Key, Paste
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Label
+from textual.worker import WorkerState
 
 import gpuboard.board
 import gpuboard.board.web.driver
@@ -94,6 +95,19 @@ async def test_a_page_key_before_the_palette_has_a_size_does_nothing(monkeypatch
         monkeypatch.setattr(CommandList, "scrollable_content_region", region)
         await pilot.press("down", "pagedown")
         assert isinstance(app.screen, compat.SafePalette)
+
+
+async def test_a_palette_closed_before_its_search_begins_ends_nothing() -> None:
+    app: App[int] = App()
+    async with app.run_test() as pilot:
+        palette = compat.SafePalette()
+        await app.push_screen(palette)
+        await pilot.pause()
+        await palette.query_one(CommandList).remove()
+        search = palette._gather_commands("quit")
+        await search.wait()
+        assert search.state is WorkerState.SUCCESS
+        assert app.is_running
 
 
 async def test_sigcont_goes_to_the_hook_unless_textual_suspended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,13 @@ from rich.console import Console
 from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XTermParser
 from textual.app import App
 from textual.command import CommandList, CommandPalette
+from textual.css.query import NoMatches
 from textual.driver import Driver
 from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.message import Message
 from textual.message_pump import MessagePump
+from textual.worker import Worker
 
 _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - set(map(ord, "\t\n\r")))
 
@@ -60,11 +62,26 @@ class CrashHookApp(App[int]):
 
 
 class SafePalette(CommandPalette):
-    """A palette that ignores keys for its list while the list has no size; textual's fails at a page key then."""
+    """A palette that ignores keys for its list while the list has no size; textual's fails at a page key then.
+
+    It may be closed before its search for commands has begun, or ended; textual's ends the app then.
+    """
 
     def _action_command_list(self, action: str) -> None:
         if self.query_one(CommandList).scrollable_content_region:
             super()._action_command_list(action)
+
+    def run_worker(self, work: Any, *args: Any, **options: Any) -> Worker[Any]:
+        """Start the search; its end without a list is no error."""
+
+        async def search() -> None:
+            try:
+                await work()
+            except NoMatches:
+                if self.query(CommandList):
+                    raise
+
+        return super().run_worker(search, *args, **options)
 
 
 class PasteParser(XTermParser):
