@@ -166,8 +166,9 @@ async def test_few_nodes_have_cells_with_meters_and_users(tmp_path: Path) -> Non
         assert [line.split()[:2] for line in drawn[:3]] == [["gpu1", "up"], ["H100", "80GB"], ["CPU", "╸────"]]
         assert drawn[0].split("B!")[1].split()[:-3] == ["━" * 13 + "╸─", "90%", "F", "─" * 15, "0%", "M"]
         assert drawn[1].split()[2:] == ["alice", "-", "-"]
-        assert drawn[2].split()[3:] == ["━━━━━━━━━━━━────", "60/80G", "─" * 17, "0/80G", "─" * 17, "0/80G"]
-        assert drawn[3].split() == ["Mem", "━────", "97/512G"]
+        assert drawn[2].split()[3:] == ["│━━━━━━━━━━━━────", "60/80G", "─" * 17, "0/80G", "─" * 17, "0/80G"]
+        assert drawn[3].split() == ["Mem", "━────", "97/512G", "│"]
+        assert "cell: utilization, user, memory" in screen(shown.app)
         assert drawn[-1].split(None, 2)[2] == "ssh: no route to host"
         assert drawn[-2].strip() == "no reading for 12 s"
         left = len(" gpu1   up          ")

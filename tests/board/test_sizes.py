@@ -61,7 +61,7 @@ class Place(NamedTuple):
 
 PLACES = {
     "picture": Place((), "gpu1", ()),
-    "filter": Place(("slash", "a"), "match", ("escape",)),
+    "filter": Place(("slash", "1"), "match", ("escape",)),
     "table": Place(("t",), "Reason", ("t",)),
     "GPU": Place(("enter",), "Utilization"),
     "node": Place(("n",), "Connection"),

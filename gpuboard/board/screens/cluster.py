@@ -251,15 +251,19 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         for text, style in parts:
             runs += [(text, style), ("  ", "")]
         room = self.size.width - sum(width(text) for text, _ in runs)
+        words = self.grid.line_words if isinstance(self.grid, Picture) else ""
         nodes = self.board.scene.snapshot.nodes if self.board.scene else ()
-        for sign, style, word in legend(nodes, view.view == "picture", room):
-            runs += [(sign, style), (f" {word}  ", "dim")]
+        for sign, style, word in legend(nodes, view.view == "picture", room, words):
+            runs += [(sign, style), (f" {word}  " if sign else word, "dim")]
         self.query_one("#status", Lines).set_lines([tuple(runs)])
 
     # Cursor and selection
 
     def on_grid_moved(self) -> None:
         self._show_side()
+
+    def on_picture_resized(self) -> None:
+        self._show_status()
 
     def on_grid_marked(self, message: Grid.Marked) -> None:
         """Keep the selection; it holds for both views."""

@@ -16,7 +16,7 @@ from gpuboard.model.snapshot import GpuView
 
 TALLEST = 8  # lines: utilization, user, memory, power and temperature, three of a curve, a blank one
 _POWER_FROM, _BLANK_FROM = 6, 5  # lines of a cell from which it has these
-_CURVE_FROM = 4
+_CURVE_FROM, _MEMORY_FROM = 4, 3
 _METER_LEAST = 4  # beside a value; a shorter one stands alone
 _TOTAL_FROM = 20  # cells from which memory stands beside its total
 _VALUE, _DEGREES = 4, 6  # widths of values: 100%, 85°C with a gap
@@ -71,6 +71,14 @@ def first_line(gpu: GpuView, ink: Ink, *, marked: bool) -> Parts:
         return [*sign, (" " * room, ""), (" ", "")]
     used = _meter(part_of(gpu.utilization, 100), percent(gpu.utilization), room, state, ink.look)
     return [*sign, *used, (" ", "")]
+
+
+def line_words(size: CellSize) -> str:
+    """Return what the lines of a cell show; "" for one of two lines, a meter and a name."""
+    if size.lines < _MEMORY_FROM:
+        return ""
+    power, curve = ["power"] * (size.lines >= _POWER_FROM), ["5 min"] * (size.lines >= _CURVE_FROM)
+    return "cell: " + ", ".join(["utilization", "user", "memory", *power, *curve])
 
 
 def further_lines(gpu: GpuView, ink: Ink) -> list[Parts]:

@@ -154,10 +154,13 @@ def below(item: NodeRow, drawing: Drawing) -> list[Cell]:
         return []
     room = drawing.widths["node"] + GAP + _STATE
     left = _host(node, drawing, room) if item.leads else []
+    meters = _host_read(node) and size.lines >= _METERS_FROM
     lines = []
     for number, cells in enumerate(_gpus(item, drawing, head=False)):
         words = left[number] if number < len(left) else ()
-        lines.append(Cell((*fit_runs(words, room, ""), (" " * GAP, ""), *cells)))
+        # a wall beside the node's own meters: those of its GPUs are of something else
+        gap = (drawing.ink.look.glyphs.wall, "dim") if meters and number and words else (" " * GAP, "")
+        lines.append(Cell((*fit_runs(words, room, ""), gap, *cells)))
     if node.error and item.leads:  # in place of the last line: it needs the room
         lines[-1] = Cell(f"  {_trouble(node)}", trouble_role(node))
     return lines[: size.lines - 1]
@@ -285,23 +288,29 @@ def group_words(group: Group) -> Runs:
     return tuple(runs)
 
 
-def legend(nodes: Sequence[NodeView], states: bool, room: int) -> list[tuple[str, str, str]]:
-    """Return letters, if ``states``, and marks, each with its role and meaning.
+def legend(nodes: Sequence[NodeView], states: bool, room: int, words: str = "") -> list[tuple[str, str, str]]:
+    """Return letters, if ``states``, and marks, each with its role and meaning; then ``words``, as a meaning.
 
-    Where not all fit into ``room`` cells: of those that the nodes' GPUs have, first the marks, the worst before others.
+    Where not all fit into ``room`` cells: of those that the nodes' GPUs have, first the marks, the worst before others;
+    the words only where none of those is left out.
     """
     marks = [(mark, flag_role(flag), flag) for flag, mark in FLAG_MARKS.items()]
     signs = [*((letter, state, state) for state, letter in LETTERS.items() if states or state == "mig"), *marks]
-    if sum(len(word) + 4 for _, _, word in signs) <= room:
-        return signs
+    last = [("", "", words)] if words else []
+    needed = sum(len(word) + 4 for _, _, word in signs)
+    if needed + width(words) <= room:
+        return signs + last
     gpus = [gpu for node in nodes for gpu in judged(node)]
     present = {gpu.state for gpu in gpus}.union(*(gpu.flags for gpu in gpus if gpu.flags))
-    kept = set()
+    kept, left = set(), room
     for _, _, word in (*marks, *reversed(signs[: -len(marks)])):
-        if word in present and len(word) + 4 <= room:
-            room -= len(word) + 4
+        if word in present and len(word) + 4 <= left:
+            left -= len(word) + 4
             kept.add(word)
-    return [sign for sign in signs if sign[2] in kept]
+    fits = bool(words) and width(words) <= left and kept == present.intersection(word for _, _, word in signs)
+    if needed <= room and not fits:
+        return signs
+    return [sign for sign in signs if sign[2] in kept] + last * fits
 
 
 def _connection(node: NodeView) -> Cell:

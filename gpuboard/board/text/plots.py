@@ -109,10 +109,9 @@ def plotted(times: Sequence[float], values: Values, width: int, glyphs: Glyphs, 
 def plot(values: Values, height: int, glyphs: Glyphs, *, high: float) -> list[tuple[str, str]]:
     """Return a plot of ``plotted`` values from 0 to ``high``: lines as (axis with numbers, area), fixed in width."""
     lines = curve(values, height, glyphs, 0.0, high)
-    wall = "|" if glyphs.ascii else "│"
     labels = ["", *[""] * (height - 2), "0"][:height] if height > 1 else [""]
     labels[0] = f"{high:.0f}"
-    return [(f"{label:>{_LABEL}}{wall}", line) for label, line in zip(labels, lines, strict=True)]
+    return [(f"{label:>{_LABEL}}{glyphs.wall}", line) for label, line in zip(labels, lines, strict=True)]
 
 
 def _area(width: int) -> int:

@@ -30,6 +30,11 @@ class Glyphs(msgspec.Struct, frozen=True):
         """Whether the terminal shows ASCII only."""
         return self.line.isascii()
 
+    @property
+    def wall(self) -> str:
+        """A vertical line."""
+        return "|" if self.ascii else "│"
+
 
 UNICODE = Glyphs(meter="━╸─", line="─", ellipsis="…", marked="●", up="▲", down="▼")
 ASCII = Glyphs(meter="=-.", line="-", ellipsis="~", marked="*", up="^", down="v")

@@ -9,12 +9,13 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Offset
+from textual.message import Message
 
 from gpuboard.board.arrange import Group, NodeRow
 from gpuboard.board.history import History
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.format import PACK
-from gpuboard.board.text.gpu_cell import CellSize, Ink
+from gpuboard.board.text.gpu_cell import CellSize, Ink, line_words
 from gpuboard.board.text.picture import Drawing, Focus, Item, below, cells_of, columns_for, group_words, size_for, split
 from gpuboard.board.text.rows import GAP
 from gpuboard.board.widgets.grid import HEADER, RIGHT, Cell, Grid, LazyRows, Row
@@ -25,6 +26,9 @@ _SORTS = {"node": "node", "connection": "age", "gpus": "state", "model": "model"
 
 class Picture(Grid):
     """Every GPU of every node. Its keys are UUIDs, or ``node:NAME`` of nodes without known GPUs."""
+
+    class Resized(Message):
+        """Cells have another size, and show other things."""
 
     ROW_CURSOR = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -61,6 +65,11 @@ class Picture(Grid):
     def node(self) -> NodeView | None:
         item = self._items[self._at] if self._at < len(self._items) else None
         return item.node if isinstance(item, NodeRow) else None
+
+    @property
+    def line_words(self) -> str:
+        """What the lines of a GPU's cell show; "" for letters."""
+        return line_words(self._cell_size)
 
     def set_sort(self, key: str | None, reverse: bool = False) -> None:
         """Mark the column in the header, if any, by which the rows are sorted."""
@@ -210,7 +219,9 @@ class Picture(Grid):
         """Set the size of cells, and the columns, for these rows; return them with large nodes split."""
         assert self._scene is not None  # rows come with their scene
         size = size_for(self._scene, items, self.scrollable_content_region.width, self._space_below)
-        self._cell_size = size
+        if size != self._cell_size:
+            self._cell_size = size
+            self.post_message(self.Resized())
         self.set_columns(columns_for(self._scene, items, size))
         self.set_tall(size.lines)
         return split(items, size.each)
