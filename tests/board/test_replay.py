@@ -14,6 +14,7 @@ from textual.pilot import Pilot
 from gpuboard.board.replay.app import ReplayApp
 from gpuboard.board.replay.core import ReplayCore
 from gpuboard.config import Settings
+from gpuboard.model.snapshot import SchedulerView, Snapshot
 from gpuboard.model.units import iso
 from gpuboard.recording.file import Recording, RecordingWriter
 from gpuboard.recording.frames import Frame
@@ -27,22 +28,26 @@ HOURS = 3
 def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three hours of two nodes, a frame a minute: GPU 0 is busy by as many per cent as minutes of the hour have passed.
 
-    gpu02 hangs in the second hour, and loses a GPU in the third. In the middle of the first, nothing was recorded for
-    ten minutes.
+    gpu02 hangs in the second hour, and loses a GPU in the third, in whose second half Slurm does not answer. In the
+    middle of the first, nothing was recorded for ten minutes.
     """
+    lost = made.gpu("gpu02", 1, "broken", reason="GPU lost: XID 79")
     path = tmp_path_factory.mktemp("recording") / "day.gz"
     writer = RecordingWriter(path)
     for minute in range(60 * HOURS):
         if 25 <= minute < 35:
             continue
         at = BEGIN + 60 * minute
-        second = made.node("gpu02", [made.gpu("gpu02", index) for index in range(2 if minute < 120 else 1)])
+        second = made.node("gpu02", [made.gpu("gpu02", 0), made.gpu("gpu02", 1) if minute < 120 else lost])
         if 60 <= minute < 120:
             second = made.unread("gpu02")
         first = made.node("gpu01", [made.busy("gpu01", 0, utilization=minute % 60), made.gpu("gpu01", 1)])
         leases = [made.lease("k3f9", "alice", [("gpu01", 1)])] if minute < 60 else []
         scene = made.scene(first, second, leases=leases, at=iso(at), uids={"gpu01": 1001})
-        writer.add(Frame(at, scene.snapshot, scene.leases, scene.uids))
+        silent = SchedulerView("slurm", 60.0 * (minute - 149), "squeue: timed out")
+        slurm = silent if minute >= 150 else SchedulerView("slurm", 5.0, current=True)
+        snapshot: Snapshot = msgspec.structs.replace(scene.snapshot, scheduler=slurm)
+        writer.add(Frame(at, snapshot, scene.leases, scene.uids))
     writer.close()
     return path
 
@@ -89,7 +94,11 @@ async def test_moving_through_a_recording(tmp_path: Path, day: Path, size: tuple
         await pilot.press("greater_than_sign")
         await lab.settle(pilot, shows(app, clock(3660), "unreachable"))
         await pilot.press("greater_than_sign")
-        await lab.settle(pilot, shows(app, clock(7260), "2 free"))
+        await lab.settle(pilot, shows(app, clock(7260), "2 free of 4", "X broken"))
+        core.control(lambda player: player.seek(BEGIN + 9000))
+        await lab.settle(pilot, shows(app, clock(9000), "no answer from Slurm for 1m: squeue: timed out"))
+        core.control(lambda player: player.seek(BEGIN + 7260))
+        await lab.settle(pilot, lambda: "squeue" not in lab.screen(app))
         await pilot.press("less_than_sign", "less_than_sign", "less_than_sign")
         await lab.settle(pilot, shows(app, clock(0)))
         await pilot.press("plus", "plus")
