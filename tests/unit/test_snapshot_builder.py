@@ -363,6 +363,26 @@ def test_an_answer_of_the_scheduler_that_says_the_same_changes_no_view() -> None
     assert [job.id for job in seen[5].jobs] == ["8"]
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_claim_ends_and_returns_with_its_job_without_a_new_reading(closed: bool) -> None:
+    claim = replace(CLAIMS[0], job="7", remaining_s=100.0)
+    reading = Reading(seq=1, at=0.0, interval_s=1.0, gpus=[idle("GPU-a")], claims=[claim])
+    node = NodeFacts(
+        name="gpu01", static=Static(gpus=STATICS[:1]), known={"GPU-a": inert_static(STATICS[0])}, closed=closed,
+        reading=reading, previous=reading, arrived=100.0,
+    )  # fmt: skip
+    other = NodeFacts(name="gpu02", reading=replace(reading, gpus=[], claims=[CLAIMS[0]]), arrived=100.0)
+    view = View(now=101.0, at=1.0, cluster="c", thresholds=Thresholds(), users={}, interval_s=1.0, one_shot=False)
+    builder, states = SnapshotBuilder(), []
+    for asked, jobs in ((110.0, {7}), (111.0, set()), (112.0, set()), (113.0, {7})):
+        said = Scheduled(gpus={"GPU-a": Ruling()}, asked=asked, jobs=frozenset(jobs))
+        seen = replace(view, scheduled={"gpu01": said})
+        shot = builder.snapshot([node, other], seen)
+        assert shot == SnapshotBuilder().snapshot([node, other], seen)
+        states.append(shot.nodes[0].gpus[0].state)
+    assert states == ["reserved", "free", "free", "reserved"]
+
+
 def test_memory_that_becomes_unreadable_makes_a_busy_gpu_unknown() -> None:
     node = NodeFacts(name="gpu01", static=Static(gpus=STATICS[:1]), known={"GPU-a": inert_static(STATICS[0])})
     view = View(now=0.0, at=1.0, cluster="c", thresholds=Thresholds(), users={}, interval_s=1.0, one_shot=False)

@@ -69,6 +69,7 @@ class _NodeMemo:
         self.aligned = False  # the newest reading has exactly these GPUs, in this order
         self.stable: Reading | None = None
         self.view: NodeView | None = None  # None: not made yet
+        self.held: Mapping[str, Sequence[Claim]] = {}  # the claims in the view of a node that is not read
         self.known = False  # every GPU has a memo
         self.constant = False  # … and none changes before the next reading
         self.by_numbers: list[tuple[int, _GpuMemo]] = []  # GPUs that memory and utilization can make others, by place
@@ -143,17 +144,19 @@ class SnapshotBuilder:
         reading = facts.reading
         age_s = max(0.0, view.now - facts.arrived)
         scheduled = view.scheduled.get(facts.name)
+        on_gpus = held.on(facts.name)  # which the scheduler's jobs can change without a new reading
         memo = self._nodes.get(facts.name)
         if memo is not None and _rules_alike(memo.scheduled, scheduled):
             memo.scheduled = scheduled
         else:
             memo = None
         if is_unseen(facts, view):
-            if memo is not None and memo.view is not None and memo.facts is facts:
+            if memo is not None and memo.view is not None and memo.facts is facts and memo.held == on_gpus:
                 memo.view = replace(memo.view, age_s=view.scheduler.age_s if view.scheduler else None)
                 return memo.view
             memo = self._nodes[facts.name] = _NodeMemo(facts, scheduled)
             memo.view = node_view(facts, _gpus(memo, facts, held, same_leases, view), view)
+            memo.held = on_gpus
             return memo.view
         if reading is None or age_s > stale_after_s(facts, view):
             self._nodes.pop(facts.name, None)
@@ -161,7 +164,7 @@ class SnapshotBuilder:
         stable = _without_numbers(reading)
         if memo is None or memo.stable != stable or not _same_frame(memo.facts, facts):
             memo = self._nodes[facts.name] = _NodeMemo(facts, scheduled)
-        if memo.view and memo.constant and same_leases and facts is memo.facts:
+        if memo.view and memo.constant and not on_gpus and same_leases and facts is memo.facts:
             gpus = memo.view.gpus
         else:
             gpus = _gpus(memo, facts, held, same_leases, view)
