@@ -266,8 +266,9 @@ class Probe:
             known = self._facts.get(k)
             if "error" in fact:
                 continue  # no handle: keep the known facts
+            failed = fact.pop("failed", False)
             if known is not None and known["uuid"] == fact["uuid"]:
-                if "mig" not in fact:  # a call has failed: what it and later ones tell is not known
+                if failed:  # what this call and later ones tell is not known
                     fact = {name: value for name, value in fact.items() if value}  # noqa: PLW2901
                 if self.stuck:  # keep links to a GPU that hangs
                     fact = {name: fact[name] for name in ("mig",) if name in fact}  # noqa: PLW2901

@@ -71,7 +71,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
     facts = {k: reader.facts(k) for k in wanted}
     reader.connections(facts)
     _send(fd_out, ("static", facts))
-    layout = {k: devices for k, devices in reader.layout.items() if "mig" in facts[k]}  # read again where it failed
+    layout = {k: devices for k, devices in reader.layout.items() if "failed" not in facts[k]}  # else read again
     first = True
     xids: "Optional[_Xids]" = None
     activity: "Optional[ActivityMeter]" = None
@@ -82,6 +82,7 @@ def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optiona
             for k in reader.handles:
                 try:
                     facts[k]["mig"] = reader.mig_facts(k)
+                    facts[k].pop("failed", None)
                 except pynvml.NVMLError as error:
                     layout.pop(k, None)  # again in the next pass; without its devices, a GPU in MIG mode looks free
                     values[k].update(_failure(error))
@@ -149,17 +150,16 @@ class _Reader:
                 self.failed[k] = error
 
     def facts(self, k: int) -> "Dict[str, Any]":
-        """Return the GpuStatic of GPU ``k`` without connections, as far as known; its failure if it has no handle."""
+        """Return the GpuStatic of GPU ``k`` without connections, as far as known; its failure if it has no handle.
+
+        ``failed`` is set where a call has failed: the facts read after it are not known.
+        """
         if k not in self.handles:
             return _failure(self.failed[k])
         self.at(k)
         handle = self.handles[k]
         facts = {"index": k, "uuid": self.uuids[k], "name": _name(handle), "pci_bus_id": self.pci[k]}
         facts.update(links={}, pci={})
-        try:
-            facts["mig"] = self.mig_facts(k)  # alone: it decides that a GPU cannot be had, whatever else fails
-        except pynvml.NVMLError:
-            pass  # its readings carry the error
         try:
             facts["minor"] = _ask(pynvml.nvmlDeviceGetMinorNumber, handle)
             facts["pcie_generation_max"] = _ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
@@ -170,8 +170,11 @@ class _Reader:
                 facts["memory_shared"] = True
             else:
                 facts["memory_total"], _, facts["memory_reserved"] = self._memory(handle)
-        except pynvml.NVMLError:
-            return facts  # its readings carry the error
+            facts["mig"] = self.mig_facts(k)
+        except pynvml.NVMLError:  # its readings carry the error
+            facts["failed"] = True
+            if _in_mig_mode(handle):  # then it cannot be had, whatever its devices are
+                facts["mig"] = []
         return facts
 
     def renumbered(self) -> bool:
@@ -286,12 +289,11 @@ class _Reader:
         found = []
         devices = self._mig_devices(k)
         for device, uuid in devices or []:
-            memory = _ask(self._memory, device)
             found.append(
                 {
                     "uuid": uuid,
                     "profile": _name(device).rsplit("MIG ", 1)[-1],
-                    "memory_total": memory and memory[0],
+                    "memory_total": self._memory(device)[0],
                     "gpu_instance": _ask(pynvml.nvmlDeviceGetGpuInstanceId, device),
                     "compute_instance": _ask(pynvml.nvmlDeviceGetComputeInstanceId, device),
                 }
@@ -487,6 +489,15 @@ def _sense(call: "Callable[..., Any]", *args: "Any") -> "Any":
         if error.value == pynvml.NVML_ERROR_UNKNOWN:
             raise
         return _unless_lost(error)
+
+
+def _in_mig_mode(handle: "Any") -> bool:
+    """Return whether a GPU is known to be in MIG mode."""
+    try:
+        mode = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+    except pynvml.NVMLError:
+        return False
+    return mode is not None and bool(mode[0] == 1)
 
 
 def _unless_lost(error: "Any") -> None:
