@@ -39,6 +39,7 @@ def open_saved(screen: FilteredScreen) -> None:
 
 def open_save(screen: FilteredScreen) -> None:
     """Ask for a name for the filter in force."""
+    screen.field.finish()
     board, text = screen.board, screen.query_in_force.text.strip()
     if not text or screen.field.wrong:
         board.notify("no valid filter to save; / filters", markup=False)

@@ -134,6 +134,12 @@ class FilterField(Vertical):
         self._show(True)
         self.input.focus()
 
+    def finish(self) -> None:
+        """Take the text as it is: nothing more is typed."""
+        if self._word:
+            self._word = ""
+            self._use(self.input.value)
+
     def close(self) -> None:
         self._show(False)
         self.put("")
@@ -220,10 +226,13 @@ class FilterField(Vertical):
         if self.wrong:
             force = self.query_in_force.text
             words = f"in force: {force}" if force else "no filter is in force"
-            wrong = [((f"  {line}", "warn"),) for line in wrapped(self._error, wide, most=4) if line]
-            if self._word and not self._error:
-                words += f"; enter or a space looks for {self._word}"
-            wrong.append(((f"  {fit(words, min(width(words), wide))}", "title" if self._error else "dim"),))
+            if self._error:
+                wrong = [((f"  {line}", "warn"),) for line in wrapped(self._error, wide, most=4)]
+                wrong.append(((f"  {fit(words, min(width(words), wide))}", "title"),))
+            else:
+                excludes = self.input.value.removesuffix(self._word).endswith("-")
+                then = f"enter or a space {'leaves out' if excludes else 'looks for'} {self._word}; "
+                wrong.append(((f"  {then}", "dim"), (fit(words, min(width(words), wide - width(then))), "dim")))
         self.query_one("#wrong", Lines).set_lines(wrong)
 
     def on_descendant_focus(self) -> None:
@@ -232,11 +241,8 @@ class FilterField(Vertical):
         self._draw()
 
     def on_descendant_blur(self) -> None:
-        """Take the text as it is: nothing more is typed."""
-        if self._word:
-            self._typed()
-        else:
-            self._draw()
+        self.finish()
+        self._draw()
 
     def on_resize(self) -> None:
         self._draw()
