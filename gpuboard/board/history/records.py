@@ -113,7 +113,7 @@ def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float, *, fir
         for gpu, new in newest_values(node):  # conditions in place of min, max and sqrt save a third of the time
             column = columns[gpu.uuid]
             if gpu.mig:
-                free[column] = 1 + PARTS * sum(one.state == "free" for one in gpu.mig) // len(gpu.mig)
+                free[column] = 1 + round(PARTS * sum(one.state == "free" for one in gpu.mig) / len(gpu.mig))
             elif gpu.state != "unknown":
                 free[column] = 1 + PARTS if gpu.state == "free" else 1
             if not is_current(node, gpu):
