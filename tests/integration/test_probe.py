@@ -207,6 +207,21 @@ def test_a_failing_gpu_still_reports_what_breaks_it(script: Path, function: str)
     assert (remap.error, remap.remap_failed) == ("Unknown Error", True)
 
 
+def test_mig_devices_are_known_once_the_memory_of_their_gpu_can_be_read(script: Path) -> None:
+    fails = (f"fault nvmlDeviceGetMemoryInfo_v2 {nvml.UNKNOWN}",)
+    write_script(script, [Gpu(mig=(Mig("MIG-a"),), trouble=fails)])
+    with Agent(script, interval_s=0.2) as agent:
+        agent.reading(when=lambda reading: reading.gpus[0].error == "Unknown Error")
+        assert agent.static is not None
+        assert agent.static.gpus[0].mig == []  # in MIG mode
+        write_script(script, [Gpu(mig=(Mig("MIG-a"),))])
+        agent.reading(when=lambda reading: bool(reading.gpus[0].mig))
+        assert [device.memory_total for device in agent.static.gpus[0].mig or ()] == [40 * GIB]
+        write_script(script, [Gpu(mig=(Mig("MIG-a"),), trouble=fails)])
+        agent.reading(when=lambda reading: reading.gpus[0].error == "Unknown Error")
+        assert [device.memory_total for device in agent.static.gpus[0].mig or ()] == [40 * GIB]
+
+
 def test_failures_of_what_the_state_does_not_need_leave_only_that_unknown(script: Path) -> None:
     sensors = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", "nvmlDeviceGetUtilizationRates")
     functions = (
