@@ -66,10 +66,10 @@ async def test_keys_and_values_are_completed_while_a_filter_is_typed(tmp_path: P
 async def test_a_word_that_may_become_a_key_waits_until_it_is_finished(tmp_path: Path, size: tuple[int, int]) -> None:
     async with still(tmp_path, LAB, size) as (app, pilot):
         await pilot.press("slash", *"user")
-        await settle(pilot, lambda: "enter or a space looks for user; no filter is in force" in screen(app))
+        await settle(pilot, lambda: 'enter or a space looks for "user"; no filter is in force' in screen(app))
         assert not top(app).query_in_force
         await pilot.press(*":alice", "space", "minus", *"no")
-        await settle(pilot, lambda: "enter or a space leaves out no; in force: user:alice" in screen(app))
+        await settle(pilot, lambda: 'enter or a space leaves out "no"; in force: user:alice' in screen(app))
         await pilot.press("space")
         await settle(pilot, lambda: "in force" not in screen(app))
         assert top(app).query_in_force.text == "user:alice -no "

@@ -231,7 +231,7 @@ class FilterField(Vertical):
                 wrong.append(((f"  {fit(words, min(width(words), wide))}", "title"),))
             else:
                 excludes = self.input.value.removesuffix(self._word).endswith("-")
-                then = f"enter or a space {'leaves out' if excludes else 'looks for'} {self._word}; "
+                then = f'enter or a space {"leaves out" if excludes else "looks for"} "{self._word}"; '
                 wrong.append(((f"  {then}", "dim"), (fit(words, min(width(words), wide - width(then))), "dim")))
         self.query_one("#wrong", Lines).set_lines(wrong)
 
