@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gpuboard.scheduler.base import Scheduler
     from gpuboard.shellprobe.connector import NodeConnector
 
-_PACE_S = 1.0  # a new scene at least so long after that pause: ages on the screen grow
+_PACE_S = 1.0  # the longest wait for a change after that pause: ages on the screen grow
 _REST = 19  # pause after a scene, as a multiple of its CPU time: up to 0.1 s a scene, a twentieth of a core at most
 _REST_MOST_S = 2.0
 _FEW = 8  # nodes: so many are all asked for runs

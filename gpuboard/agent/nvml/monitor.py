@@ -268,7 +268,7 @@ class Probe:
                 continue  # no handle: keep the known facts
             failed = fact.pop("failed", False)
             if known is not None and known["uuid"] == fact["uuid"]:
-                if failed:  # what this call and later ones tell is not known
+                if failed:  # the facts of this call and of later ones are unknown
                     fact = {name: value for name, value in fact.items() if value}  # noqa: PLW2901
                 if self.stuck:  # keep links to a GPU that hangs
                     fact = {name: fact[name] for name in ("mig",) if name in fact}  # noqa: PLW2901

@@ -17,7 +17,7 @@ class Completion(NamedTuple):
     texts: tuple[str, ...] = ()  # the whole filter with each candidate taken; none before a key's first letter
     names: tuple[str, ...] = ()  # the candidates
     hint: str = ""  # the values of the key that is typed
-    word: int | None = None  # where the word begins that may become a key; None: there is none
+    word: int | None = None  # where the word begins that may become a key; None: no such word
 
 
 class _End(NamedTuple):

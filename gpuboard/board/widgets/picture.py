@@ -86,7 +86,7 @@ class Picture(Grid):
         self.set_rows(LazyRows(items, lambda item: item.key, self._row))
 
     def on_resize(self) -> None:
-        """Lay the rows out anew; Grid's own handler, which textual calls after this one, draws them."""
+        """Lay the rows out again; Grid's own handler, which textual calls after this one, draws them."""
         if self._scene is not None:
             self.show(self._scene, self._whole)
 

@@ -310,7 +310,7 @@ def _same_frame(last: NodeFacts, facts: NodeFacts) -> bool:
 
 
 def _rules_alike(one: Scheduled | None, other: Scheduled | None) -> bool:
-    """Return whether two answers of the scheduler say the same of a node; what is left out only ends claims."""
+    """Return whether two answers of the scheduler are alike for a node; what is left out only ends claims."""
     if one is None or other is None or one is other:
         return one is other
     return replace(one, asked=other.asked, jobs=other.jobs) == other
