@@ -209,6 +209,9 @@ def test_links_as_a_matrix_or_in_a_line() -> None:
     assert text(gpu_lines.links(of, 20)) == ["NV18  GPU 0,2", "NV# NVLinks"]
     assert text(gpu_lines.neighbour_line(of, 40)) == ["Links        NV18 GPU 0,2"]
     assert text(gpu_lines.links(place(gpus[0]), 40)) == ["the only GPU of its node"]
+    unread = place(gpu("n", 0), gpu("n", 1))
+    assert text(gpu_lines.links(unread, 40)) == ["not readable"]
+    assert text(gpu_lines.neighbour_line(unread, 40)) == ["Links        not readable"]
 
 
 def test_health_in_short() -> None:

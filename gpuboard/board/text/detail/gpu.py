@@ -148,6 +148,9 @@ def links(place: Place, width: int) -> list[Runs]:
     node, gpu = place.node, place.gpu
     if len(node.gpus) < 2:
         return [[("the only GPU of its node", "dim")]]
+    known = legend(node)
+    if not known:
+        return [[("not readable", "unknown")]]
     table = matrix(node)
     lines: list[Runs] = []
     if _CELL * (len(table.indexes) + 1) <= width:
@@ -163,13 +166,15 @@ def links(place: Place, width: int) -> list[Runs]:
             [(f"{word:<6}", "unknown" if word == "?" else ""), (f"GPU {ranges(indexes)}", "")]
             for word, indexes in neighbours(gpu, node)
         ]
-    explained = "; ".join(f"{word} {meaning}" for word, meaning in legend(node))
+    explained = "; ".join(f"{word} {meaning}" for word, meaning in known)
     return lines + [[(line, "dim")] for line in wrapped(explained, width)]
 
 
 def neighbour_line(place: Place, width: int) -> list[Runs]:
     """Return the links in one line: ``NV18 GPU 1-3; SYS GPU 4-7``."""
     found = neighbours(place.gpu, place.node)
+    if found and not legend(place.node):
+        return named("Links", "not readable", "unknown", width)
     words = "; ".join(f"{word} GPU {ranges(indexes)}" for word, indexes in found)
     return named("Links", words or "the only GPU of its node", "", width)
 
