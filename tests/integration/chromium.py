@@ -28,6 +28,7 @@ Object.defineProperty(Object.prototype, "fitAddon", {configurable: true, set(add
     Object.defineProperty(this, "fitAddon", {value: addon, writable: true});
 }});
 """
+_NAVIGATED = "Inspected target navigated or closed"
 _TEXT = """
 (() => {
     if (!window.held) return "";
@@ -41,6 +42,10 @@ _KEYS = {  # name: key, code, text
     "Enter": ("Enter", 13, "\r"),
     "Escape": ("Escape", 27, ""),
 }
+
+
+class Navigated(Exception):
+    """The page went to another address, or reloaded itself, before it had answered."""
 
 
 class Browser:
@@ -93,6 +98,8 @@ class Browser:
             while True:
                 said: dict[str, Any] = await self._socket.receive_json()
                 if said.get("id") == number:
+                    if said.get("error", {}).get("message") == _NAVIGATED:
+                        raise Navigated
                     assert "error" not in said, f"{method}: {said}"
                     result: dict[str, Any] = said["result"]
                     return result
@@ -102,8 +109,11 @@ class Browser:
         return self._do(ask())
 
     def evaluate(self, script: str) -> Any:
-        """Return the value of a script in the page."""
-        result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        """Return the value of a script in the page; in the next one where the page reloads itself meanwhile."""
+        try:
+            result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        except Navigated:
+            return self.evaluate(script)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
