@@ -151,6 +151,7 @@ class FilterField(Vertical):
         with self.input.prevent(Input.Changed):
             self.input.value = text
         self.input.cursor_position = len(text)
+        self._word = ""
         self._use(text)
 
     def _show(self, is_open: bool) -> None:
