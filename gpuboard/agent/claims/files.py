@@ -14,8 +14,7 @@ import re
 import stat
 import time
 
-from gpuboard.agent.claims import rules
-from gpuboard.agent.claims.protocol import Refuse
+from gpuboard.agent.claims import Refuse, rules
 from gpuboard.agent.proc import user_name
 
 MYPY = False

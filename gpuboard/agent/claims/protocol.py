@@ -13,31 +13,20 @@ Expiry is safe: a reader reads the clock before a file, so it never overestimate
 clock after touching its claim, and withdraws it if others may have seen it as expired by then.
 """
 
-from gpuboard.agent.claims import rules, wire
+from gpuboard.agent.claims import Refuse, rules, wire
 
 MYPY = False
 if MYPY:
-    from typing import Any, Callable, Dict, Generator, List, Literal, Optional, Tuple  # novm
+    from typing import Any, Callable, Dict, Generator, List, Optional, Tuple
 
     from gpuboard.agent.claims.rules import Clock, Judged
 
     Steps = Generator[Tuple[Any, ...], Any, Any]
-    Kind = Literal["conflict", "disk", "folder", "invalid", "lapsed", "not-found", "not-yours"]
 
 LOCK_WAIT_S = 2.0  # a lock held longer is ignored
 HURRY_S = 30.0  # a taker delayed for longer starts over, so that a minute is left for the first heartbeat
 ATTEMPTS = 8
 OWNERS_ASKED = 16  # names checked for the owner of another user's lease
-
-
-class Refuse(Exception):
-    """The node refuses a call. ``kind`` is for programs (docs/agent-protocol.md), ``message`` for users."""
-
-    def __init__(self, kind: "Kind", message: str, detail: "Any" = None) -> None:
-        Exception.__init__(self, message)
-        self.kind = kind
-        self.message = message
-        self.detail = detail
 
 
 def drive(protocol: "Steps", files: "Any") -> "Any":

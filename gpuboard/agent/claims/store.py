@@ -5,12 +5,10 @@ Rules: claims/rules.py. Protocol: claims/protocol.py. System calls: claims/files
 """
 
 import os
-import random
 import time
 
-from gpuboard.agent.claims import protocol, rules, wire
+from gpuboard.agent.claims import Refuse, rules, wire
 from gpuboard.agent.claims.files import SITE_CONFIG, Files, UnreadableClaim
-from gpuboard.agent.claims.protocol import Refuse
 from gpuboard.agent.proc import boot_id, user_name
 
 MYPY = False
@@ -182,6 +180,8 @@ def handle(op: str, args: "Dict[str, Any]", folder: "Folder") -> "Any":
 
 
 def _answer(op: str, args: "Dict[str, Any]", folder: "Folder", files: "Files") -> "Any":
+    from gpuboard.agent.claims import protocol  # late: readings do without
+
     uid = os.geteuid()
     longest_s = files.clock().longest_s
     if longest_s < args.get("for_s", 0.0) <= rules.LONGEST_S:
@@ -200,6 +200,8 @@ def _answer(op: str, args: "Dict[str, Any]", folder: "Folder", files: "Files") -
 
 def _take(args: "Dict[str, Any]", folder: "Folder", files: "Files") -> "Dict[str, float]":
     """Claim GPUs, after removing leftovers of this user's earlier claims."""
+    from gpuboard.agent.claims import protocol  # late: readings do without
+
     content = {key: args.get(key) for key in ("lease", "share", "holder", "nodes", "gpus")}
     content.update(purpose=args.get("purpose") or "", host=args.get("host") or "", job=folder.job)
     files.sweep_temporaries()
@@ -223,4 +225,6 @@ def _take(args: "Dict[str, Any]", folder: "Folder", files: "Files") -> "Dict[str
 
 def _jitter(attempt: int) -> float:
     """Return the wait before attempt ``attempt`` in seconds: more than a take needs (3 ms), growing."""
+    import random  # late: only where others take at the same time
+
     return random.uniform(0.005, 0.02) * float(2**attempt)
