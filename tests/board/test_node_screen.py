@@ -24,6 +24,9 @@ CURE = "ssh: the host key of gpu10 is unknown; compare it and add it to ~/.ssh/k
 HOSTILE = "漢字\u0301 [/b] [red]x 🏳️‍🌈 א " * 30
 
 
+ADDRESSES = ["10.0.0.2", "2001:0db8:0000:0000:0000:0000:0000:0002"]
+
+
 def lab() -> Scene:
     """Return a scene of a node with GPUs and MIG devices, one without reservations, and one that never answered."""
     gpus = [
@@ -32,7 +35,7 @@ def lab() -> Scene:
         mig("gpu2", 2, "free", "busy"),
     ]
     return scene(
-        node("gpu2", gpus, load1=3.5, cuda="13.0", hostname="gpu2.lab", addresses=["10.0.0.2"]),
+        node("gpu2", gpus, load1=3.5, cuda="13.0", hostname="gpu2.lab", addresses=ADDRESSES),
         node("gpu3", [gpu("gpu3", 0, "unknown")], claims_error="/var/tmp is on NFS"),
         unread("gpu10", CURE),
         leases=[lease("k3f9", "alice", [("gpu2", 1)])],
@@ -95,7 +98,7 @@ async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:
             "Connection   up",
             "Last reading 1s ago",
             "Host name    gpu2.lab",
-            "Addresses    10.0.0.2",
+            "Addresses    10.0.0.2, 2001:db8::2",
         ]
         for words in (
             "CPU          12 %",

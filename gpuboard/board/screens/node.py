@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
@@ -80,8 +81,16 @@ def node_lines(node: NodeView, glyphs: Glyphs, width: int, *, host: bool = True)
     if host:
         lines += _host_lines(node, glyphs)
     lines += named("Host name", node.hostname or "?", "" if node.hostname else "unknown", width)
-    addresses = ", ".join(node.addresses)
+    addresses = ", ".join(map(_short, node.addresses))
     return lines + named("Addresses", addresses or "?", "" if addresses else "unknown", width)
+
+
+def _short(address: str) -> str:
+    """Return an IP address in its usual form, any other text as it is."""
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return address
 
 
 def _host_lines(node: NodeView, glyphs: Glyphs) -> list[Runs]:
