@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gpuboard.errors import ConfigError
@@ -99,9 +100,26 @@ def ssh_transport(settings: Settings) -> Transport:
                 "install it with `pip install 'gpuboard[paramiko]'`, or set transport = \"asyncssh\""
             ) from None
         return ParamikoTransport(settings)
-    from gpuboard.transport.ssh.asyncssh import AsyncsshTransport  # 240 ms: only for other machines
+    with _without_compilers():
+        from gpuboard.transport.ssh.asyncssh import AsyncsshTransport  # 200 ms: only for other machines
 
     return AsyncsshTransport(settings)
+
+
+@contextlib.contextmanager
+def _without_compilers() -> Iterator[None]:
+    """Have ``ctypes.util.find_library`` ask ldconfig alone, not also a compiler and a linker, for 60 ms in all.
+
+    asyncssh searches for liboqs and nettle, whose algorithms no server requires.
+    """
+    import ctypes.util  # late: only with asyncssh, which imports it
+
+    usual = ctypes.util.find_library
+    ctypes.util.find_library = getattr(ctypes.util, "_findSoname_ldconfig", usual)  # not with every C library
+    try:
+        yield
+    finally:
+        ctypes.util.find_library = usual
 
 
 class LocalTransport:

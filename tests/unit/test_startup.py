@@ -57,3 +57,24 @@ def test_local_agent_is_prestarted_only_where_it_will_be_used(tmp_path: Path) ->
     assert others("allocate")
     config.write_text(f'nodes = ["{name}", "elsewhere"]\n')
     assert not others("allocate")
+
+
+def test_ssh_starts_without_a_compiler_that_looks_for_libraries(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    for name in ("gcc", "cc", "ld"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {ran}\n")
+        (tmp_path / name).chmod(0o755)
+    code = (
+        "import ctypes.util\n"
+        "from gpuboard.config import Settings\n"
+        "from gpuboard.transport.connector import ssh_transport\n"
+        "before = ctypes.util.find_library\n"
+        "ssh_transport(Settings()).close()\n"
+        "assert ctypes.util.find_library is before\n"
+    )
+    env = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60, cwd=Path(__file__).parents[2])
+    assert not ran.exists()
+    search = "import ctypes.util; ctypes.util.find_library('no-such-library')"
+    subprocess.run([sys.executable, "-c", search], env=env, check=True, timeout=60)
+    assert "gcc" in ran.read_text(), "a search for a library runs a compiler"

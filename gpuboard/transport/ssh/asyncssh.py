@@ -1,4 +1,4 @@
-"""SSH through asyncssh (240 ms to import), in one event loop thread for all nodes.
+"""SSH through asyncssh (200 ms to import), in one event loop thread for all nodes.
 
 With asyncssh_config.py the only module that imports asyncssh.
 """
