@@ -70,6 +70,7 @@ async def test_shows_every_lease(tmp_path: Path, size: tuple[int, int]) -> None:
         assert text.index(first.id) < text.index(second.id)
         assert "[b]grid[/b]" in text
         assert ("━" in row(app, first.id)) == (size[0] >= 150)
+        assert "Flags" not in text, "no lease has one"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 149, 150, 240])
@@ -241,6 +242,7 @@ async def test_idle_and_rogue_ones_are_marked_with_names_and_others_are_left_alo
         await lab.settle(pilot, lambda: grid(app) is not None)
         text = lab.screen(app)
         assert "Not read, so leases there are not listed: gpu02" in text
+        assert "Flags" in text
         assert "idle" in row(app, "aaaaaa")
         assert "alice from login1, pid 9; " in text
         assert all(words in row(app, "bbbbbb") for words in ("rogue: eve", "pid 4194304 ended"))

@@ -56,7 +56,7 @@ _LINE = (
     Column("gpus", "GPUs", 16, drop=2),
     Column("left", "Left", 6, right=True),
 )
-_MARKS = Column("marks", "Flags", 12, drop=3)  # only beside the time line, and only where a lease has marks
+_FLAGS = Column("marks", "Flags", 12, drop=3)  # beside the time line
 _EMPTY = "No GPU is reserved.\n\nr reserves; to choose GPUs, mark them with space in the cluster view first."
 _NO_MATCH = "No lease matches the filter.\nEscape clears it."
 _ORDERS = {"left": "time left", "owner": "owner", "gpus": "GPUs"}
@@ -127,13 +127,14 @@ class LeasesScreen(FilteredScreen):
         return one.until, one.lease.id
 
     def _columns(self, ordered: Sequence[HeldLease], now: float) -> tuple[Column, ...]:
-        """Return the columns that fit; the title of the time line's column is its ruler."""
-        wide = self._wide
+        """Return the columns: flags only where a lease has some; the title of the time line's column is its ruler."""
+        flagged = any(one.marks for one in ordered)
+        listed = tuple(column for column in _LIST if flagged or column.key != _FLAGS.key)
         if not self._lined:
             self._axis = timeline.axis([], now, 1)
-            return _LIST
-        marks = (_MARKS,) if any(one.marks for one in ordered) else ()
-        columns = (*(_LIST if wide else (*_LINE, *marks)), Column(_BAR, "", 30, weight=2, least=20))
+            return listed
+        flags = (_FLAGS,) if flagged else ()
+        columns = (*(listed if self._wide else (*_LINE, *flags)), Column(_BAR, "", 30, weight=2, least=20))
         width = share(columns, self.grid.scrollable_content_region.width)[len(columns) - 1]
         self._axis = timeline.axis([(one.since, one.until) for one in ordered], now, width)
         return (*columns[:-1], columns[-1]._replace(title=timeline.ruler(self._axis)))
