@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.claims import files, protocol
+from gpuboard.agent.claims import files
 from gpuboard.agent.claims import store as claims
 from tests.unit.claims_help import ALICE, BOB, ask, claims_folder, root, take
 from tests.waiting import until
@@ -69,7 +69,6 @@ def test_two_users_race_and_die(lock: str, folder: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # opened here: the users need no way to it
     if lock != "honoured":
-        protocol.LOCK_WAIT_S = 0.0
         no_lock = pytest.MonkeyPatch()
         no_lock.setattr(files.Files, "lock", lambda self, wait_s: False)
     context = multiprocessing.get_context("fork")
@@ -94,7 +93,6 @@ def test_two_users_race_and_die(lock: str, folder: str, tmp_path: Path) -> None:
         os.close(fd)
         if lock != "honoured":
             no_lock.undo()
-            protocol.LOCK_WAIT_S = 2.0
     lines = log.read_text().splitlines()
     assert lines
     assert overlaps(lines, time.monotonic()) == []
