@@ -15,7 +15,9 @@ from textual.drivers import linux_driver, web_driver
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.events import Key, Paste
+from textual.geometry import Size
 from textual.screen import ModalScreen, Screen
+from textual.widget import Widget
 from textual.widgets import Label
 from textual.worker import WorkerState
 
@@ -51,6 +53,25 @@ async def test_the_text_of_a_screen_with_what_is_below_a_dialog() -> None:
         await dialog.mount(Label("above [x]", markup=False))
         await pilot.pause()
         assert compat.screen_text(app) == "above [x]\nbelow\n\n"
+
+
+async def test_a_widget_s_own_height_is_right_after_two_changes_with_a_layout_between_them() -> None:
+    class Grown(Widget):
+        DEFAULT_CSS = "Grown { height: auto; }"
+        lines = 1
+
+        def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+            return self.lines
+
+    app: App[int] = App()
+    async with app.run_test() as pilot:
+        grown = Grown()
+        await app.screen.mount(grown)
+        for grown.lines in (2, 3):
+            compat.lay_out(grown)
+            app.screen._refresh_layout()
+        await pilot.pause()
+        assert grown.size.height == 3
 
 
 async def test_a_screen_closes_but_is_not_closing_before_it_runs() -> None:
@@ -156,7 +177,8 @@ def test_drivers_use_that_parser(driver: Any) -> None:
 
 
 def test_no_other_module_uses_private_attributes_of_textual() -> None:
-    private = r"\.(_driver|_app|_exception|_closing|_key_thread|_loop|_must_signal_resume|_compositor|_bindings)\b"
+    drivers, widgets = "_driver|_app|_key_thread|_loop|_must_signal_resume", "_compositor|_bindings|_layout_updates"
+    private = re.compile(rf"\.(_exception|_closing|{drivers}|{widgets})\b")
     files = Path(gpuboard.board.__file__).parent.rglob("*.py")
-    found = {file.name for file in files if re.search(private, file.read_text())}
+    found = {file.name for file in files if private.search(file.read_text())}
     assert found == {"textual_compat.py"}

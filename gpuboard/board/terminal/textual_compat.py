@@ -21,6 +21,7 @@ from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.message import Message
 from textual.message_pump import MessagePump
+from textual.widget import Widget
 from textual.worker import Worker
 
 _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - set(map(ord, "\t\n\r")))
@@ -47,6 +48,15 @@ def screen_text(app: App[Any]) -> str:
 def is_closing(pump: MessagePump) -> bool:
     """Return whether a widget, screen or app handles no further messages. ``is_running`` is false before it starts."""
     return pump._closing
+
+
+def lay_out(widget: Widget) -> None:
+    """Lay out a widget whose own height has changed; without this, textual keeps a height from a moment ago.
+
+    It numbers the layouts of a widget to keep its heights, but not a second request while the first is not handled.
+    """
+    widget._layout_updates += 1
+    widget.refresh(layout=True)
 
 
 class CrashHookApp(App[int]):

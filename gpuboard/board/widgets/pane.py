@@ -12,6 +12,7 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from gpuboard.board.terminal.textual_compat import lay_out
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.lines import banner_lines
 from gpuboard.board.text.rows import Cell, runs_of, strip
@@ -41,7 +42,7 @@ class Pane(OnBoard, Widget):
         self._make = make
         old, self._lines = self._lines, make(self._width)
         if len(old) != len(self._lines):
-            self.refresh(layout=True)
+            lay_out(self)
             return
         if changed := [y for y, (before, after) in enumerate(zip(old, self._lines, strict=True)) if before != after]:
             width = self.size.width
