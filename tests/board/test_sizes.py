@@ -26,6 +26,7 @@ from gpuboard.board.preferences import SavedFilter
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.welcome import NameNodes, WhyNone
 from gpuboard.board.theme.styles import ASCII
+from gpuboard.board.widgets.pane import Pane
 from gpuboard.config import Settings
 from gpuboard.launch.runs.folder import RankView
 from gpuboard.model.snapshot import ProcessView, Snapshot
@@ -172,11 +173,12 @@ def is_visible(widget: Widget) -> bool:
 
 
 def fits(app: BoardApp, size: tuple[int, int]) -> bool:
-    """Return whether the screen is drawn within a terminal of this size, and in ASCII where characters are."""
+    """Return whether the screen is drawn within a terminal of this size, in ASCII where characters are, no pane cut."""
     text = screen(app)
     lines = text.splitlines()
     right = text.isascii() or app.look.glyphs is not ASCII
-    return (app.screen.size, len(lines)) == (size, size[1]) and max(map(cell_len, lines)) <= size[0] and right
+    whole = all(pane.size.height == pane.count for pane in app.screen.query(Pane) if pane.size)
+    return (app.screen.size, len(lines)) == (size, size[1]) and max(map(cell_len, lines)) <= size[0] and right and whole
 
 
 async def check(app: BoardApp, pilot: Pilot[int], name: str, size: tuple[int, int]) -> None:

@@ -37,6 +37,11 @@ class Pane(OnBoard, Widget):
         self._lines: Sequence[Runs] = ()
         self._width = 0
 
+    @property
+    def count(self) -> int:
+        """How many lines it shows."""
+        return len(self._lines)
+
     def show(self, make: Make) -> None:
         """Show something else; lines that stay the same are not drawn again."""
         self._make = make
@@ -71,10 +76,6 @@ class Lines(Pane):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.display = False
-
-    @property
-    def count(self) -> int:
-        return len(self._lines)
 
     def set_lines(self, lines: Sequence[Runs]) -> None:
         self.display = bool(lines)
