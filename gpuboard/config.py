@@ -126,7 +126,7 @@ _SPANS = {  # for those that load nodes or Slurm, or that exceed what poll() acc
     "connect_timeout": ("0.1s", "1h"),
     "slurm.interval": ("1s", "1d"),
     "slurm.patience": ("0.1s", "1d"),
-    "runs.max_age": ("1s", "36500d"),
+    "runs.max_age": ("1s", "366d"),
 }
 _DEPTH_MAX = 16
 _QUOTED = re.compile(  # strings, closed or not, and comments

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gpuboard.config import Settings, load
@@ -46,6 +48,22 @@ def test_a_section_is_merged_key_by_key(tmp_path: Path) -> None:
     assert configuration.origins["state.occupied_memory"] == "default"
 
 
+def test_every_default_may_stand_in_a_file(tmp_path: Path) -> None:
+    tables: dict[str, dict[str, object]] = {"": {}}
+    for key, value in msgspec.to_builtins(Settings()).items():
+        if isinstance(value, dict):
+            tables[key] = value
+        else:
+            tables[""][key] = value
+    lines = []
+    for name, values in tables.items():
+        lines += [f"[{name}]"] if name else []
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if value or value == 0]
+    configuration = load(user_file(tmp_path, "\n".join(lines)), {})
+    assert configuration.settings == Settings()
+    assert configuration.origins["runs.max_age"] == str(tmp_path / "gpuboard" / "config.toml")
+
+
 def test_numbers_in_the_environment() -> None:
     assert load({"GPUBOARD_MAX_CONNECTIONS": "7"}, {}).settings.max_connections == 7
 
@@ -67,6 +85,7 @@ def test_inside_a_lease_gpuboard_nodes_is_no_setting() -> None:
         ('interval = "30d"', "interval = '30d' is not between 0.2s and 1d"),
         ('connect_timeout = "2h"', "connect_timeout = '2h' is not between 0.1s and 1h"),
         ('[slurm]\ninterval = "0.5s"', "slurm.interval = '0.5s' is not between 1s and 1d"),
+        ('[runs]\nmax_age = "0.5s"', "runs.max_age = '0.5s' is not between 1s and 366d"),
         ('[runs]\nmax_age = "old"', "runs.max_age: 'old' is not a duration"),
         ('[runs]\nmax_size = ""', "runs.max_size: '' is not a size"),
         ('max_lease = "never"', "max_lease: 'never' is not a duration"),
