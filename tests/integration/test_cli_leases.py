@@ -10,8 +10,10 @@ import signal
 import subprocess
 from datetime import datetime
 
+import pytest
+
 from tests.integration.here import Here
-from tests.nvml import Gpu
+from tests.nvml import GIB, Gpu
 from tests.waiting import until
 
 
@@ -60,6 +62,19 @@ def test_leases_of_one_user_and_as_csv(here: Here) -> None:
     assert here.run("leases", "--mine", "--user", "x").returncode == 2
     [gpu] = here.json("status", "--json", "--user", "me")["nodes"][0]["gpus"]
     assert gpu["leases"] == [lease]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="starts a process of another user")
+def test_a_rogue_process_is_a_flag_of_the_lease_everywhere(here: Here) -> None:
+    take(here)
+    with subprocess.Popen(["sleep", "1000"], user="nobody") as process:
+        here.gpus([Gpu(used=GIB, processes=(("compute", process.pid, GIB),))])
+        [found] = here.json("leases", "--json")["leases"]
+        [record] = csv.DictReader(io.StringIO(here.run("leases", "--format", "csv").stdout, newline=""))
+        shown = here.run("leases").stdout
+        process.kill()
+    assert (found["flags"], record["flags"]) == (["rogue"], "rogue")
+    assert "rogue: nobody" in shown
 
 
 def test_renew_moves_the_end(here: Here) -> None:

@@ -71,7 +71,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
     ]
     of_user = f"no leases of {clean(args.user, 64)}" if args.user else "no leases"
     if args.json or args.format == "json":
-        listed = msgspec.structs.replace(scene.leases, leases=[one.lease for one in found])
+        leases = [msgspec.structs.replace(one.lease, flags=one.flags) for one in found]
+        listed = msgspec.structs.replace(scene.leases, leases=leases)
         sys.stdout.buffer.write(msgspec.json.encode(listed) + b"\n")
     elif args.format == "csv":
         write_csv(_FIELDS, (_record(one) for one in found))
@@ -126,11 +127,10 @@ def _row(one: HeldLease, now: float) -> Row:
 
 def _record(one: HeldLease) -> tuple[str | int | float | None, ...]:
     lease = one.lease
-    flags = [*lease.flags, *(["rogue"] if one.rogues else []), *(["idle"] if one.idle else [])]
     return (
         lease.id, lease.owner, lease.uid, gpus_text(lease.gpus), len(lease.gpus), lease.since, lease.until,
-        round(lease.remaining_s), " ".join(flags), lease.host, lease.holder.pid if lease.holder else None, lease.job,
-        lease.purpose,
+        round(lease.remaining_s), " ".join(one.flags), lease.host, lease.holder.pid if lease.holder else None,
+        lease.job, lease.purpose,
     )  # fmt: skip
 
 
