@@ -172,7 +172,7 @@ def _declared(owner: type[DOMNode]) -> list[Action]:
     for binding in Binding.make_bindings(owner.BINDINGS):
         keys.setdefault(binding.id or "", []).append(binding.key)
         first.setdefault(binding.id or "", binding)
-    section = getattr(owner, "TITLE_WORDS", "") or _SECTIONS.get(_prefix(owner), owner.__name__)
+    section = getattr(owner, "TITLE_WORDS", "") or _SECTIONS[_prefix(owner)]
     return [Action(id_, tuple(keys[id_]), binding.description, section, owner) for id_, binding in first.items()]
 
 
@@ -180,6 +180,8 @@ _SECTIONS = {
     "app": "Everywhere",
     "gpus": "GPUs",
     "grid": "Lists",
+    "picture": "Picture of the cluster",
+    "columns": "Columns of the table",
     "filter": "Filter keys",
     "dialog": "Dialogs",
     "replay": "Replay of a recording",

@@ -76,7 +76,8 @@ def started(
         where = gpus_text([LeaseGpu(rank.node, rank.index, rank.uuid) for rank in rank_map.ranks])
         if args.device == "cpu":
             where = folded([node.name for node in rank_map.nodes])
-        checks = [Check("request", None, "ok", f"a launch would start {rank_map.world_size} ranks on {where}")]
+        ranks = f"{rank_map.world_size} rank{'s' if rank_map.world_size > 1 else ''}"
+        checks = [Check("request", None, "ok", f"a launch would start {ranks} on {where}")]
     with _probe(args, context, rank_map, nodes, planned=planned) as (probe, used):
         yield title, checks, probe, used
 
