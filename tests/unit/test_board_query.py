@@ -105,6 +105,10 @@ def found(text: str, within: Scene = SCENE) -> list[str]:
         ("job=12", []),
         ("command:TRAIN", ["gpu01:1"]),
         ("pid:4001", ["gpu01:1"]),
+        ("pid:400", []),
+        ("pid:400*", ["gpu01:1"]),
+        ("pid:400,4001", ["gpu01:1"]),
+        ("pid=4001", ["gpu01:1"]),
         ("uuid:gpu-gpu02", ["gpu02:0", "gpu02:1"]),
         ("reason:train", []),
         ('reason:"no process"', ["gpu01:0", "gpu01:2", "gpu02:0", "gpu02:1"]),
@@ -153,6 +157,7 @@ def test_connecting_and_unreachable_nodes_are_distinguished() -> None:
         ("state:fine", "no state begins with 'fine'; there are allocated, broken, mig, unknown, reserved, busy, "
          "occupied, free, up, stale, connecting, unreachable", 0),
         ("user>alice", "user is not a number; write user:alice", 0),
+        ("pid>4000", "pid is not a number; write pid:4000", 0),
         ("x node:gpu[01-", "the bracket is not closed", 2),
         ('purpose:"night', "the quote is not closed", 0),
     ],

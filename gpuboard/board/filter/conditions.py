@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from gpuboard.board.arrange import activity, age_of, as_gpu
 from gpuboard.board.filter.language import Key, Language, Term
-from gpuboard.board.filter.matchers import named, one_of, percent, person, place, quantity, size, text, word
+from gpuboard.board.filter.matchers import exactly, named, one_of, percent, person, place, quantity, size, text, word
 from gpuboard.board.scene import Scene
 from gpuboard.model.gpu import short_model
 from gpuboard.model.snapshot import GpuView, JobView, NodeView
@@ -180,7 +180,7 @@ KEYS: Mapping[str, GpuKey] = {
     "job": named("a job's id, job:123", _of_gpu(lambda gpu, scene: _jobs(gpu)), cost=3),
     "purpose": _part("a part of it, purpose:nightly", 5, _purposes),
     "command": _part("a part of it, command:train.py", 6, lambda gpu, scene: (p.command for p in gpu.processes or ())),
-    "pid": _part("a process id, pid:4242", 6, lambda gpu, scene: (str(p.pid) for p in gpu.processes or ())),
+    "pid": exactly("a process id, pid:4242", _of_gpu(lambda gpu, scene: [str(p.pid) for p in gpu.processes or ()]), 6),
     "uuid": _part("a part of it, uuid:GPU-3f", 3, lambda gpu, scene: _uuids(gpu)),
     "reason": _part("a part of it, reason:busy", 4,
                     lambda gpu, scene: (gpu.reason, *(mig.reason for mig in gpu.mig))),

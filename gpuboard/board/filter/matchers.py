@@ -169,6 +169,18 @@ def named(
     return Key(hint, cost, text(values, begins=begins), offers=values if offered else None)
 
 
+def exactly(hint: str, values: Callable[P, Iterable[str | None]], cost: int) -> Key[P]:
+    """Return a key with text that ``:`` matches as a whole, as ``=`` does; with * ? or [ a pattern."""
+    found = text(values, begins=True)
+    plain = text(values)
+
+    def compiled(term: Term) -> Callable[P, bool]:
+        patterns = any(c in value for value in term.values for c in "*?[")
+        return found(term) if patterns or term.operator != ":" else plain(term._replace(operator="="))
+
+    return Key(hint, cost, compiled)
+
+
 def person(users: Callable[P, Iterable[str | None]], mine: Callable[P, bool], *, cost: int = 1) -> Key[P]:
     """Return a key with users. ``mine``: whether a row is the caller's own."""
     compiled = text(users, begins=True, mine=mine)
