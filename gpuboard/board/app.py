@@ -14,7 +14,7 @@ from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette, SearchIcon
 from textual.driver import Driver
-from textual.events import Event, Resize
+from textual.events import Event, Key, Resize
 from textual.filter import LineFilter
 from textual.keys import KEY_DISPLAY_ALIASES
 from textual.message import Message
@@ -34,6 +34,7 @@ from gpuboard.board.screens.watches import Watches, WatchesScreen, open_watch
 from gpuboard.board.screens.welcome import welcome
 from gpuboard.board.terminal import screenshot
 from gpuboard.board.terminal.crash import report as crash_report
+from gpuboard.board.terminal.gc import Passes
 from gpuboard.board.terminal.guard import Guard, is_utf8
 from gpuboard.board.terminal.key_queue import InOrder
 from gpuboard.board.terminal.line_filters import AsciiFilter, ColorlessFilter
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from gpuboard.board.theme.themes import BoardTheme
 
 T = TypeVar("T")
+_KEY_FIRST_S = 0.05  # a scene that comes sooner after a key waits this long: the key's effect is drawn first
 _SAVE_S = 0.5  # debounce: preferences are written this long after the last change
 _LAST_SAVE_S = 0.2  # limit for the write at exit: the home may be on a file system that hangs
 
@@ -112,6 +114,7 @@ class BoardApp(CrashHookApp):
         self.watches = Watches(self)
         self.follower = Follower(self)
         self._keys = InOrder(self)
+        self._passes = Passes()
         self.keymap: dict[str, str] = {}
         settings, env = core.settings, core.env
         self.preferences, wrong = preferences.load(env)
@@ -152,6 +155,8 @@ class BoardApp(CrashHookApp):
 
     async def on_event(self, event: Event) -> None:
         """Handle an event; keys and pastes one after the other."""
+        if isinstance(event, Key):
+            self._passes.key()
         await self._keys.pass_on(event, super().on_event)
 
     def on_resize(self, event: Resize) -> None:
@@ -161,18 +166,28 @@ class BoardApp(CrashHookApp):
                 screen.post_message(Resize(event.size, event.virtual_size, event.container_size))
 
     def on_scene_changed(self, message: SceneChanged) -> None:
-        """Show the newest scene on the visible screens: the top one, or a dialog and the screen below it."""
+        """Take the newest scene and show it, or, where a key has just been pressed, once that has been drawn."""
         self.scene = message.scene
         self.watches.look(message.scene)
         if not self._welcomed:
             self._welcomed = welcome(self, message.scene)
+        if self._passes.quiet_s < _KEY_FIRST_S:
+            self.set_timer(_KEY_FIRST_S, self._show_scene)
+        else:
+            self._show_scene()
+
+    def _show_scene(self) -> None:
+        """Show the newest scene on the visible screens: the top one, or a dialog and the screen below it."""
+        if self.scene is None:
+            return
         for screen in reversed(self.screen_stack):
             if isinstance(screen, BoardScreen) and screen.is_mounted:
-                screen.notice(message.scene)
+                screen.notice(self.scene)
             if isinstance(screen, (BoardScreen, Box)) and screen.is_mounted:
-                screen.show(message.scene)
+                screen.show(self.scene)
             if isinstance(screen, BoardScreen):
                 break
+        self.call_after_refresh(self._passes.make)
 
     def on_work_done(self, message: WorkDone) -> None:
         message.then()

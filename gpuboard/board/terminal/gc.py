@@ -1,17 +1,24 @@
-"""Thresholds of Python's cycle collector while the board runs: high, because its own values have no cycles.
+"""Passes of Python's cycle collector while the board runs: rare, because its own values have no cycles; between keys.
 
 With 1,000 nodes of 8 GPUs, some 30,000 lists are created and freed by reference count every second. With Python's
 default thresholds (700, 10, 10) each wave starts passes over all objects: a fifth of the board's time, and pauses of
-40 ms that delay keys. textual's lines refer to themselves, some 500 objects a second, and wait for a pass: of 100,000
-objects in about 10 ms, of 10,000 in 1 ms.
+40 ms that delay keys. textual's lines refer to themselves, some 500 objects a second, and wait for a pass. A pass over
+100,000 new objects takes 20 to 70 ms: it is made while no key is pressed. The thresholds are reached only where keys
+are pressed for minutes.
 """
 
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Callable
+from math import inf
 
-_LEAST = 10_000  # new objects before a pass over the youngest generation
-_PER_NODE = 90  # three times the lists that a reading of a node of 8 GPUs creates
+_LEAST = 200_000  # new objects before a pass over the youngest generation that waits for nothing
+_PER_NODE = 1_800  # sixty times the lists that a reading of a node of 8 GPUs creates
+_EVERY_S = 10.0  # between two passes
+_QUIET_S = 2.0  # without a key before a pass
+_OLDER = 5  # passes over a generation before one over the next older one, too
 
 
 def calm(nodes: int) -> None:
@@ -21,4 +28,35 @@ def calm(nodes: int) -> None:
     """
     gc.enable()  # disabled since the start of the process
     gc.freeze()
-    gc.set_threshold(_LEAST + _PER_NODE * nodes, 5, 5)
+    gc.set_threshold(_LEAST + _PER_NODE * nodes, _OLDER, _OLDER)
+
+
+class Passes:
+    """Passes of the collector at times when no key waits for them."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, collect: Callable[[int], object] = gc.collect
+    ) -> None:
+        self._clock = clock
+        self._collect = collect
+        self._key_at = -inf
+        self._made_at = clock()
+        self._made = 0
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last key."""
+        return self._clock() - self._key_at
+
+    def key(self) -> None:
+        """Take note of a key."""
+        self._key_at = self._clock()
+
+    def make(self) -> None:
+        """Make a pass if one is due and no key has been pressed lately. Call it again and again."""
+        now = self._clock()
+        if now - self._made_at < _EVERY_S or now - self._key_at < _QUIET_S:
+            return
+        self._made += 1
+        self._collect(2 if self._made % _OLDER**2 == 0 else 1 if self._made % _OLDER == 0 else 0)
+        self._made_at = self._clock()
