@@ -55,6 +55,11 @@ def refused(request: Request, *nodes: NodeView) -> Refusal:
     return answer
 
 
+def test_a_model_that_no_gpu_has_is_said_to_match_none() -> None:
+    assert "no GPU matches" in refused(Request(n=1, model="nonsense"), node("gpu01")).message
+    assert "no GPU is free (4 busy)" in refused(Request(n=1, model="H100"), node("gpu01", "bbbb")).message
+
+
 def test_one_node_is_taken_when_one_suffices_and_the_fullest_when_not() -> None:
     one, two = node("gpu01", "ffffbbbb"), node("gpu02")
     assert got(Request(n=4), one, two) == {"gpu01": [0, 1, 2, 3]}

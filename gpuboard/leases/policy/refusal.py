@@ -117,6 +117,8 @@ def described(request: Request) -> str:
 def _free(candidates: Sequence[Candidate]) -> str:
     """Return the free GPUs by node and, by state, the number of others: ``gpu01 has 3 free (5 busy)``."""
     able = [c for c in candidates if not c.never]
+    if candidates and not able:
+        return "no GPU matches"
     free = by_node([c for c in able if c.reason is None])
     if free:
         fullest = sorted(free.items(), key=lambda item: (-len(item[1]), item[0]))
