@@ -68,7 +68,7 @@ MOUSE_WORDS = (
 )
 _COLUMN = 58  # cells of one column of the screen
 _KEYS, _SIGNS = 13, 16  # cells for the keys, and for a letter or mark with its name
-_WORDS = 22  # cells for the description; the binding's id follows
+_WORDS = 23  # cells for the description; the binding's id follows
 
 
 class HelpScreen(BoardScreen):

@@ -315,6 +315,8 @@ def _in_use(lease: Lease, run: RunView) -> Confirm:
 class RenewDialog(Dialog[str]):
     """Asks for how long, from now, to renew a lease."""
 
+    PREVIEW = 1
+
     def __init__(self, lease: Lease, most_s: float) -> None:
         fields = [lease_duration("From now", most_s)]
         super().__init__(f"Renew {lease.id}: {places_words(lease.gpus)}", fields, verb="Renew")

@@ -219,7 +219,7 @@ def _share(one: Person, cells: int, largest: int, glyphs: Glyphs) -> Runs:
 def ending_lines(endings: Sequence[UpcomingEnd], now: float, cells: int) -> list[Runs]:
     """Return what ends next, the first one first."""
     if not endings:
-        return [[("No lease, and no job with a time limit.", "dim")]]
+        return [[(line, "dim")] for line in wrapped("No lease, and no job with a time limit.", cells)]
     name = min(10, cells - _NEXT_LEAST) if cells - _NEXT_LEAST >= 6 else 0  # else the id is left out
     title = f"What{' ' * (name - 4)} " if name else ""
     lines: list[Runs] = [[(f"{'In':>6}  {'User':<9} {'GPUs':>4} {title}Where", "dim")]]
