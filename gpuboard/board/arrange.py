@@ -74,7 +74,7 @@ def pane_of(view: ViewState, columns: int, lines: int) -> tuple[str, int]:
         place = "right" if columns >= _RIGHT_FROM else "below" if lines >= _BELOW_FROM else "hidden"
     if place == "right" and columns >= _RIGHT_FROM:
         return place, min(columns - _BESIDE, _PANE_WIDEST)
-    return ("hidden", 0) if place == "hidden" else ("below", max(_PANE_LEAST, min(lines // 3, _PANE_TALLEST)))
+    return ("hidden", 0) if place == "hidden" else ("below", max(_PANE_LEAST, min(2 * lines // 5, _PANE_TALLEST)))
 
 
 def key_of(row: Row) -> str:

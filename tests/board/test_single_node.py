@@ -11,6 +11,8 @@ import pytest
 
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.text.single_node import host_lines
+from gpuboard.board.theme.styles import UNICODE
 from gpuboard.board.widgets.single_node import MeterGrid, ProcessGrid, SingleNode
 from gpuboard.board.widgets.table import GpuTable
 from gpuboard.model.gpu import Sensors
@@ -48,6 +50,28 @@ async def test_host_gpus_and_processes_are_on_one_screen(tmp_path: Path) -> None
         processes = [line.split() for line in lines if line.endswith("python train.py")]
         assert [words[:4] for words in processes] == [["0", "alice", "4000", "60G"], ["1", "bob", "4001", "60G"]]
         assert "rogue" in processes[1]
+
+
+@pytest.mark.parametrize("size", [(100, 44), (120, 50), (160, 48)])  # the pane is below, below, at the right
+async def test_the_pane_is_whole(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with opened(tmp_path, eight(), size=size) as (app, _, pilot):
+        await settle(pilot, lambda: "Not readable ECC" in screen(app))
+        assert all(words in screen(app) for words in ("Utilization", " Processes", "Links  ", "python train.py"))
+
+
+@pytest.mark.parametrize("cells", [100, 120, 96])
+def test_the_host_line_does_not_move_with_its_values(cells: int) -> None:
+    values = [
+        {"cpu_percent": 2.0, "load1": 0.5, "memory_used": 5 * GIB, "memory_total": 1024 * GIB},
+        {"cpu_percent": 100.0, "load1": 88.25, "memory_used": 1000 * GIB, "memory_total": 1024 * GIB},
+    ]
+    shown = []
+    for some in values:
+        [line] = host_lines(node("dgx", [gpu("dgx", 0)], **some), UNICODE, cells)
+        words = "".join(text for text, _ in line)
+        assert len(words) <= cells - 2
+        shown.append([words.find(word) for word in ("CPU ", "load", "memory", " of 1024 GiB", "driver", "CUDA")])
+    assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize("size", [(120, 34), (160, 48)])  # rows of two lines, with a curve beside them, and of four

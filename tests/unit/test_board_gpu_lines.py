@@ -19,6 +19,7 @@ from gpuboard.board.text.cells import width as cells_of
 from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.board.text.detail.graphs import Graph, GraphFrame, graphs
 from gpuboard.board.text.detail.sensors import sensor_lines
+from gpuboard.board.text.format import reason_of
 from gpuboard.board.text.lines import Runs, named, wrapped
 from gpuboard.board.theme.styles import ASCII, UNICODE
 from gpuboard.model.gpu import Sensors
@@ -250,6 +251,14 @@ def test_no_width_is_too_small(width: int) -> None:
     assert "Utilization" in "".join(text(lines))
 
 
+def test_the_reason_of_a_gpu_begins_with_why_it_is_sick() -> None:
+    sick = busy("n", 0, "alice", flags=["sick"], sick=["row remap pending; reset the GPU", "PCIe x4 of x16"])
+    why = "sick (row remap pending; reset the GPU; PCIe x4 of x16); "
+    assert reason_of(sick, ["alice"]) == f"{why}python (pid 4000)"
+    assert reason_of(sick) == f"{why}alice: python (pid 4000)"
+    assert reason_of(gpu("n", 1)) == "no process, no reservation"
+
+
 def test_the_last_values_of_a_gpu_are_kept() -> None:
     memory = Memory("GPU-n-0")
     seen = scene(node("n", [busy("n", 0)]))
@@ -260,7 +269,7 @@ def test_the_last_values_of_a_gpu_are_kept() -> None:
     lost = scene(node("n", [gpu("n", 0, "broken", error="GPU is lost")]))
     assert memory.look(lost, 7.0) == Known(lost.places["GPU-n-0"], now, 6.0)
     hung = scene(node("n", [gpu("n", 0, "unknown", delay_s=30.0)]))
-    assert memory.look(hung, 8.0) == Known(hung.places["GPU-n-0"], now, 7.0)
+    assert memory.look(hung, 8.0) == Known(hung.places["GPU-n-0"], now, 30.5), "as old as its reason says"
     assert Memory("GPU-n-0").look(hung, 8.0) == Known(hung.places["GPU-n-0"], hung.places["GPU-n-0"], 30.5)
     assert memory.look(seen, 9.0) == Known(now, now, None)
 

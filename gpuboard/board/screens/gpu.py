@@ -34,6 +34,7 @@ _PANEL_PLOT_LINES = (2, 6)  # at least, at most
 _PANEL_REST = 26  # lines that the panel needs besides, seldom more
 _PROCESSES = 12  # rows shown at once; more can be scrolled to
 _PANEL_PROCESSES = 6
+_PANEL_GAPS_FROM = 24  # lines of the panel from which its parts have blank lines between them
 _PANEL_HEALTH_FROM = 54  # lines of the panel from which it has all health checks
 
 
@@ -62,8 +63,8 @@ class Memory:
         if self._last is None:
             return Known(place, place, None if place is None else age_of(place.node, place.gpu))
         old_s = now - self._at
-        if place is not None and (age_s := age_of(place.node, place.gpu)) is not None and place.node.state != "up":
-            old_s = age_s  # the same age as on the other screens
+        if place is not None and (age_s := age_of(place.node, place.gpu)) is not None:
+            old_s = age_s if place.node.state != "up" else max(age_s, old_s)  # the same age as on the other screens
         return Known(place, self._last, old_s)
 
 
@@ -94,18 +95,21 @@ class GpuPanel(VerticalScroll, can_focus=False):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._memory: Memory | None = None
-        self._shown: tuple[Scene, str | None, History, Glyphs] | None = None
+        self._shown: tuple[Scene, str | None, History, Glyphs, float] | None = None
 
     def compose(self) -> ComposeResult:
         yield Pane()
 
     def on_resize(self) -> None:
         if self._shown is not None:
-            self.show_gpu(*self._shown)
+            self._show(*self._shown)
 
     def show_gpu(self, scene: Scene, uuid: str | None, history: History, glyphs: Glyphs) -> None:
-        """Show a GPU, or how to choose one."""
-        self._shown = scene, uuid, history, glyphs
+        """Show a GPU as it is now, or how to choose one."""
+        self._shown = scene, uuid, history, glyphs, time.monotonic()
+        self._show(*self._shown)
+
+    def _show(self, scene: Scene, uuid: str | None, history: History, glyphs: Glyphs, at: float) -> None:
         pane = self.query_one(Pane)
         if uuid is None:
             self._memory = None
@@ -113,16 +117,18 @@ class GpuPanel(VerticalScroll, can_focus=False):
             return
         if self._memory is None or self._memory.uuid != uuid:
             self._memory = Memory(uuid)
-        known = self._memory.look(scene, time.monotonic())
+        known = self._memory.look(scene, at)
         least, most = _PANEL_PLOT_LINES
         height = max(least, min(most, (self.size.height - _PANEL_REST) // 4))
-        whole = self.size.height >= _PANEL_HEALTH_FROM
-        pane.show(partial(_panel_lines, known, scene, history, GraphFrame(0, height, glyphs), whole=whole))
+        whole, roomy = self.size.height >= _PANEL_HEALTH_FROM, self.size.height >= _PANEL_GAPS_FROM
+        frame = GraphFrame(0, height, glyphs)
+        pane.show(partial(_panel_lines, known, scene, history, frame, roomy=roomy, whole=whole))
 
 
 def _panel_lines(
-    known: Known, scene: Scene, history: History, frame: GraphFrame, width: int, *, whole: bool
+    known: Known, scene: Scene, history: History, frame: GraphFrame, width: int, *, roomy: bool, whole: bool
 ) -> list[Runs]:
+    """Return the lines of the panel, parted by blank ones if it is ``roomy``; ``whole``: with all checks of health."""
     lines = notice(known, width)
     place = known.now or known.values
     if place is None or known.values is None:
@@ -130,9 +136,10 @@ def _panel_lines(
     old = known.old_s is not None
     frame = frame._replace(width=width, dim=old)
     lines += gpu_lines.head(place, scene, width)
-    lines += [[], *gpu_lines.readings(known.values.gpu, history.of(place.gpu.uuid), frame)]
-    lines += [[], title("Processes"), *gpu_lines.processes(known.values, _PANEL_PROCESSES)]
-    lines += [[], *gpu_lines.neighbour_line(place, width)]
+    gap: list[Runs] = [[]] if roomy else []
+    lines += [*gap, *gpu_lines.readings(known.values.gpu, history.of(place.gpu.uuid), frame)]
+    lines += [*gap, title("Processes"), *gpu_lines.processes(known.values, _PANEL_PROCESSES)]
+    lines += [*gap, *gpu_lines.neighbour_line(place, width)]
     return lines + gpu_lines.health(place.gpu, width, only_bad=not whole)
 
 

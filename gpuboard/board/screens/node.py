@@ -17,7 +17,7 @@ from gpuboard.board.history import History, Span
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail.graphs import GraphFrame
 from gpuboard.board.text.detail.host import host_graphs, network_words
-from gpuboard.board.text.format import age, percent, reason_beside
+from gpuboard.board.text.format import age, percent, reason_beside, reason_of
 from gpuboard.board.text.gpu_row import degrees, device_state, known, owner, state_runs, watts
 from gpuboard.board.text.lines import NAME, Runs, above, named
 from gpuboard.board.text.plots import bins, curve, meter, part_of, per_cell
@@ -165,7 +165,7 @@ def _gpu_cells(
     node: NodeView, gpu: GpuView, scene: Scene, glyphs: Glyphs, trace: Callable[[str], str] | None, *, active: bool
 ) -> Sequence[Cell]:
     users = users_of(gpu, scene)
-    flags = "".join(f"[{flag}] " for flag in shown_flags(gpu))
+    flags = "".join(f"[{flag}] " for flag in shown_flags(gpu) if flag != "sick" or not gpu.sick)
     return (
         Cell(str(gpu.index)),
         Cell(state_runs(gpu)),
@@ -177,7 +177,7 @@ def _gpu_cells(
         degrees(gpu),
         watts(gpu),
         Cell(short_model(gpu.name)),
-        Cell(f"{flags}{reason_beside(gpu.reason, users)}"),
+        Cell(f"{flags}{reason_of(gpu, users)}"),
     )
 
 

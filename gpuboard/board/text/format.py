@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from gpuboard.model.snapshot import GpuView, MigView
 from gpuboard.model.units import format_duration
 
 UNKNOWN = "?"
@@ -47,6 +48,12 @@ def flag_mark(flags: Sequence[str]) -> tuple[str, str]:
 def flag_role(flag: str) -> str:
     """Return the role of a flag, the same on every screen."""
     return "bad" if flag in {"rogue", "disputed"} else "dim" if flag == "mig" else "warn"
+
+
+def reason_of(of: GpuView | MigView, users: Sequence[str] = ()) -> str:
+    """Return the reason of a state as it is shown beside the names of ``users``; before it, why a GPU is sick."""
+    words = reason_beside(of.reason, users)
+    return f"sick ({'; '.join(of.sick)}); {words}" if isinstance(of, GpuView) and of.sick else words
 
 
 def reason_beside(reason: str, users: Sequence[str]) -> str:

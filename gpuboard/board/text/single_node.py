@@ -16,7 +16,7 @@ from gpuboard.board.arrange import Group, users_of
 from gpuboard.board.history import MEMORY, POWER, UTILIZATION, History
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import fit, fit_runs, width
-from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_beside
+from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_of
 from gpuboard.board.text.gpu_row import (
     Device,
     Shown,
@@ -215,17 +215,17 @@ def _reason(of: GpuView | MigView, scene: Scene) -> Cell:
     """Return the reason of a state, without the user if its column shows the whole name."""
     users = users_of(of, scene)
     whole = width(", ".join(users)) <= _USER
-    return Cell(reason_beside(of.reason, users) if whole else of.reason, "dim" if of.state == "free" else "")
+    return Cell(reason_of(of, users if whole else ()), "dim" if of.state == "free" else "")
 
 
 def host_lines(node: NodeView, glyphs: Glyphs, cells: int) -> Sequence[Runs]:
     """Return the host: name, driver, CPU and memory in one line as far as they fit; below it what is wrong with it."""
     old = node.state != "up"
-    load = "" if node.load1 is None else f"  load {node.load1:.2f}"
-    memory = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
+    load = "" if node.load1 is None else f"  load {node.load1:<5.2f}"  # a fixed width: nothing behind it moves
+    memory = f"{format_size(node.memory_used):>8} of {format_size(node.memory_total)}"
     parts: list[Runs] = [
         ((f" {node.name}", "title"),),
-        _host("CPU", part_of(node.cpu_percent, 100), f"{percent(node.cpu_percent)}{load}", glyphs, old=old),
+        _host("CPU", part_of(node.cpu_percent, 100), f"{percent(node.cpu_percent):>4}{load}", glyphs, old=old),
         _host("memory", part_of(node.memory_used, node.memory_total), memory, glyphs, old=old),
         ((f"driver {node.driver or UNKNOWN}", "dim"),),
         ((f"CUDA {node.cuda or UNKNOWN}", "dim"),),
@@ -236,7 +236,7 @@ def host_lines(node: NodeView, glyphs: Glyphs, cells: int) -> Sequence[Runs]:
     used = 0
     for part in parts:
         size = sum(width(text) for text, _ in part) + 3
-        if used + size > cells + 3:
+        if used + size > cells + 1:
             break
         line += [*([("   ", "")] if line else []), *part]
         used += size

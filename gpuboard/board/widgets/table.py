@@ -10,7 +10,7 @@ from gpuboard.board.arrange import Row as Item
 from gpuboard.board.history import History
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.tables.columns import BAR, SPARK, ColumnChoice, layout
-from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_beside
+from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_of
 from gpuboard.board.text.gpu_row import (
     Device,
     Shown,
@@ -112,7 +112,7 @@ class GpuTable(Grid):
 
     def words(self, of: GpuView | MigView) -> Cell:
         """Return the reason of a state without the user beside it."""
-        words = reason_beside(of.reason, users_of(of, self.scene)) if self._named else of.reason
+        words = reason_of(of, users_of(of, self.scene) if self._named else ())
         return Cell(words, "dim" if of.state == "free" else "")
 
     def memory(self, of: GpuView | MigView) -> Cell:
