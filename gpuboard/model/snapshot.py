@@ -111,6 +111,11 @@ class GpuView(msgspec.Struct, frozen=True, gc=False):
     xids: list[XidView] | None = None  # the newest few, newest first
 
 
+def mig_number(gpu: GpuView, uuid: str) -> int | None:
+    """Return the number on ``gpu`` of the MIG device with this UUID; None: it has no such device."""
+    return next((number for number, device in enumerate(gpu.mig) if device.uuid == uuid), None)
+
+
 GpuValues = GpuView | GpuReading | GpuNumbers  # what has the numbers of a GPU, by the same names
 
 

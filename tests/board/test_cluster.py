@@ -134,7 +134,7 @@ async def test_the_table_shows_every_gpu_and_mig_device(tmp_path: Path) -> None:
         assert "B! busy" in drawn[1]
         assert "Rz reserved" in drawn[2]
         assert drawn[7].split()[-5:-3] == ["1/2", "free"]
-        assert " ".join(drawn[8].split()) == "MIG 3g.40gb ──── 0/40G - - - - F free made free"
+        assert " ".join(drawn[8].split()) == "0:0 3g.40gb ──── 0/40G - - - - F free made free"
         assert drawn[-2].split() == ["gpu5", "?", "ssh:", "no", "route", "to", "host"]
 
 

@@ -220,5 +220,5 @@ async def test_users_of_mig_devices_are_named_on_every_screen(tmp_path: Path) ->
             "- F free no process, no reservation",
         ]
         await app.push_screen(NodeScreen("gpu1"))
-        await lab.settle(pilot, lambda: lab.shown(app, "MIG A allocated bob"))
+        await lab.settle(pilot, lambda: lab.shown(app, "0:1 A allocated bob"))
         assert lab.shown(app, "job 12 in gpu")

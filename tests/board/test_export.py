@@ -110,7 +110,7 @@ async def test_a_list_is_copied_with_all_its_columns_as_tab_separated_text(tmp_p
             "gpu1", "0", "H100 80GB", "60/80G", "90%", "540W", "64°C", "bob", "B busy", "python (pid 4000)",
         ]  # fmt: skip
         assert [row[:3] for row in rows[2:]] == [
-            ["gpu1", "1", "H100 80GB"], ["gpu1", "2", "H100 80GB"], ["", "MIG", "3g.40gb"],
+            ["gpu1", "1", "H100 80GB"], ["gpu1", "2", "H100 80GB"], ["", "2:0", "3g.40gb"],
             ["gpu2", "?", "ssh: no answer in 5 s"],
         ]  # fmt: skip
         assert lab.told(app, "Copied: 5 rows as tab-separated text")

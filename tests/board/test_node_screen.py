@@ -61,7 +61,7 @@ async def test_activity_is_beside_utilization_where_there_is_room_and_a_gpu_repo
         assert "Util SM Tensor 5 min Temp" in rows[0]
         assert " 60.0/80 90% 85% 61% " in rows[1]
         assert " 0.0/80 ? ? ? " in rows[2]
-        assert rows[3] == "MIG F free - ────────── 0.0/40 - - - - - - 3g.40gb made free"
+        assert rows[3] == "1:0 F free - ────────── 0.0/40 - - - - - - 3g.40gb made free"
 
 
 async def test_its_processes_are_below_the_gpus_where_there_is_room(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:
             "0 B! busy bob ━━━━━━━╸── 60.0/80 90% 64°C 540W H100 80GB [rogue] python (pid 4000)",
             "1 R reserved alice ────────── 0.0/80 0% 31°C 70W H100 80GB no process, no reservation",
             "2 M 1/2 free - ────────── 0.0/80 ? 31°C 70W H100 80GB in MIG mode",
-            "MIG F free - ────────── 0.0/40 - - - 3g.40gb made free",
-            "MIG B busy ? ────────── 0.0/40 - - - 3g.40gb made busy",
+            "2:0 F free - ────────── 0.0/40 - - - 3g.40gb made free",
+            "2:1 B busy ? ────────── 0.0/40 - - - 3g.40gb made busy",
         ]
 
 

@@ -176,6 +176,18 @@ async def test_mig_devices_filter_and_groups(tmp_path: Path) -> None:
         assert not app.screen.query_one(SingleNode).display
 
 
+@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
+async def test_mig_devices_have_their_numbers_and_columns_stay_aligned(tmp_path: Path, size: tuple[int, int]) -> None:
+    parts = scene(node("dgx", [mig("dgx", 10, "free", "busy"), busy("dgx", 11, "bob")]))
+    async with opened(tmp_path, parts, size=size) as (_, shown, pilot):
+        for _ in range(2):  # the picture, then the table
+            lines = [line for line in rows(shown) if re.search(r"\b1[01](:[01])? ", line)]
+            numbers = [re.search(r"\b1[01](?::[01])?(?= )", line) for line in lines]
+            assert [found and found[0] for found in numbers] == ["10", "10:0", "10:1", "11"]
+            assert len({found.end() for found in numbers if found}) == 1
+            await pilot.press("t")
+
+
 async def test_what_is_wrong_with_the_node_is_said(tmp_path: Path) -> None:
     async with opened(tmp_path, scene(unread("dgx", "ssh: no route to host"))) as (app, shown, pilot):
         assert screen(app).count("ssh: no route to host") == 1

@@ -83,8 +83,8 @@ def test_what_the_head_does_not_know_is_a_question_mark() -> None:
 def test_mig_devices_are_listed() -> None:
     lines = text(gpu_lines.head(place(mig("n", 0, "free", "busy")), scene(), 100))
     assert lines[-2:] == [
-        "MIG 3g.40gb  F free: made free; 0.0 GiB of 40 GiB",
-        "MIG 3g.40gb  B busy: made busy; 0.0 GiB of 40 GiB",
+        "0:0 3g.40gb  F free: made free; 0.0 GiB of 40 GiB",
+        "0:1 3g.40gb  B busy: made busy; 0.0 GiB of 40 GiB",
     ]
 
 

@@ -8,9 +8,10 @@ from datetime import datetime
 from itertools import groupby
 from typing import Protocol
 
-from gpuboard.board.scene import Place, Scene
+from gpuboard.board.scene import Scene
 from gpuboard.leases.picks import parse_picks
 from gpuboard.model.request import ChosenGpu, Pick, Refusal, Request, slot
+from gpuboard.model.snapshot import mig_number
 from gpuboard.model.units import format_duration, is_whole, parse_size, ranges
 
 MOST = 8192  # GPUs in one request: the largest cluster that is tested
@@ -117,14 +118,9 @@ def _device(gpu: _Placed) -> int | None:
 def picks_of(uuids: Iterable[str], scene: Scene) -> tuple[str, tuple[Pick, ...]]:
     """Return those of the GPUs and MIG devices that are in ``scene``, as ``gpu01:0-2@gpu02:1`` and as picks by UUID."""
     found = [(scene.devices[uuid], uuid) for uuid in uuids if uuid in scene.devices]
-    gpus = (ChosenGpu(place.node.name, place.gpu.index, uuid, mig=_mig(place, uuid)) for place, uuid in found)
+    gpus = (ChosenGpu(place.node.name, place.gpu.index, uuid, mig=mig_number(place.gpu, uuid)) for place, uuid in found)
     words = places_words(gpus)
     return words, tuple(Pick(place.node.name, None, uuid) for place, uuid in found)
-
-
-def _mig(place: Place, uuid: str) -> int | None:
-    """Return the number of the MIG device with this UUID; None: it is the GPU's."""
-    return next((number for number, device in enumerate(place.gpu.mig) if device.uuid == uuid), None)
 
 
 def refusal_words(refusal: Refusal) -> tuple[str, str]:

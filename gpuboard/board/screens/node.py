@@ -18,7 +18,17 @@ from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail.graphs import GraphFrame
 from gpuboard.board.text.detail.host import host_graphs, network_words
 from gpuboard.board.text.format import age, percent, reason_beside, reason_of
-from gpuboard.board.text.gpu_row import degrees, device_state, known, owner, state_runs, watts
+from gpuboard.board.text.gpu_row import (
+    INDEX_LEAST,
+    degrees,
+    device_slot,
+    device_state,
+    index_width,
+    known,
+    owner,
+    state_runs,
+    watts,
+)
 from gpuboard.board.text.lines import NAME, Runs, above, named
 from gpuboard.board.text.plots import bins, curve, meter, part_of, per_cell
 from gpuboard.board.text.single_node import TITLES, no_process, process_columns, process_rows
@@ -42,10 +52,13 @@ _PROCESSES = 7  # lines that graphs leave to processes
 _REST = 13  # lines of the screen besides graphs, GPUs and processes, seldom more
 
 
-def gpu_columns(span: Span | None, *, active: bool = False) -> tuple[Column, ...]:
-    """Return the columns of the GPUs, with utilization over ``span`` if given, and ``active``: activity beside it."""
+def gpu_columns(span: Span | None, *, active: bool = False, index: int = INDEX_LEAST) -> tuple[Column, ...]:
+    """Return the columns of the GPUs, with utilization over ``span`` if given, and ``active``: activity beside it.
+
+    ``index``: cells of the indexes.
+    """
     return (
-        Column("index", "GPU", 3, right=True),
+        Column("index", "GPU", index, right=True),
         Column("state", "State", 12),
         Column("user", "User", 10),
         Column("memory", "Memory", _BAR, drop=3),
@@ -146,12 +159,12 @@ def gpu_rows(
     old = node.state != "up"
     rows = [Row(gpu.uuid, partial(_gpu_cells, node, gpu, scene, glyphs, trace, active=active), dim=old)]
     unmeasured = 3 + 2 * active + (trace is not None)  # from utilization to power
-    return rows + [Row(mig.uuid, partial(_mig_cells, mig, scene, glyphs, unmeasured), dim=old) for mig in gpu.mig]
+    return rows + [Row(mig.uuid, partial(_mig_cells, gpu, mig, scene, glyphs, unmeasured), dim=old) for mig in gpu.mig]
 
 
-def _mig_cells(device: MigView, scene: Scene, glyphs: Glyphs, unmeasured: int) -> Sequence[Cell]:
+def _mig_cells(gpu: GpuView, device: MigView, scene: Scene, glyphs: Glyphs, unmeasured: int) -> Sequence[Cell]:
     return (
-        Cell("MIG", "dim"),
+        Cell(device_slot(gpu, device)),
         device_state(device),
         Cell(*owner(device, scene)),
         *_memory_cells(device, device.state, glyphs),
@@ -250,7 +263,7 @@ class NodeScreen(GraphScreen, ActingScreen):
         grid.set_empty(empty)
         wide = self.size.width >= _TRACE_FROM
         active = self.size.width >= _ACTIVITY_FROM and any(activity(gpu, "sm") is not None for gpu in node.gpus)
-        grid.set_columns(gpu_columns(span if wide else None, active=active))
+        grid.set_columns(gpu_columns(span if wide else None, active=active, index=index_width(node.gpus)))
         trace = partial(_trace, history, span, glyphs) if wide else None
         grid.set_rows([row for gpu in node.gpus for row in gpu_rows(node, gpu, scene, glyphs, trace, active=active)])
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import width
+from gpuboard.board.text.gpu_row import INDEX_LEAST, index_width
 from gpuboard.board.text.rows import GAP, Column
 from gpuboard.model.gpu import short_model
 from gpuboard.model.snapshot import judged
@@ -22,7 +23,7 @@ COLUMNS = {
     column.key: column
     for column in (
         Column("node", "Node", _NAME_LEAST),
-        Column("index", "GPU", 3, right=True),
+        Column("index", "GPU", INDEX_LEAST, right=True),
         Column("model", "Model", 12, drop=5),
         Column("memory", "Memory", BAR + 9),
         Column("utilization", "Util", 4, right=True),
@@ -42,7 +43,8 @@ COLUMNS = {
     )
 }
 ABOUT = {
-    "node": "its name", "index": "the GPU's index on its node", "model": "without the maker's name",
+    "node": "its name", "index": "its index on the node; 2:1 is MIG device 1 of GPU 2",
+    "model": "without the maker's name",
     "memory": "used and in total", "utilization": "a kernel ran, in per cent of the time",
     "sm": "SMs at work, in per cent (Hopper and later)", "tensor": "tensor cores at work, in per cent of the time",
     "spark": "utilization, the newest at the right", "power": "in watts", "temperature": "in degrees Celsius",
@@ -101,6 +103,8 @@ def _sized(scene: Scene, choice: ColumnChoice) -> Column:
     if choice.key == "node":
         longest = max((width(node.name) for node in scene.snapshot.nodes), default=0)
         return column._replace(width=min(max(longest, _NAME_LEAST), _NAME_MOST))
+    if choice.key == "index":
+        return column._replace(width=index_width(gpu for node in scene.snapshot.nodes for gpu in judged(node)))
     if choice.key == "model":
         names = {gpu.name for node in scene.snapshot.nodes for gpu in judged(node)}
         longest = max((width(short_model(name)) for name in names), default=0)

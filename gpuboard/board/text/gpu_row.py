@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gpuboard.board.arrange import STATE_ORDER, Row, key_of, users_of
@@ -10,9 +10,11 @@ from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.format import UNKNOWN, flag_mark
 from gpuboard.board.text.rows import Cell, Runs
 from gpuboard.board.theme.styles import LETTERS
-from gpuboard.model.snapshot import GpuView, MigView
+from gpuboard.model.request import slot
+from gpuboard.model.snapshot import GpuView, MigView, mig_number
 
 MIG = LETTERS["mig"]
+INDEX_LEAST = 3  # cells of the column of indexes: ``2:1`` fits
 RED_HOT = 85  # °C from which most data-centre GPUs throttle
 
 
@@ -41,6 +43,19 @@ def with_devices(items: Sequence[Row]) -> Sequence[Shown]:
 def row_key(item: Shown) -> str:
     """Return the key of a row: the UUID of a GPU or a MIG device, or that of ``key_of``."""
     return item.mig.uuid if isinstance(item, Device) else key_of(item)
+
+
+def device_slot(gpu: GpuView, mig: MigView) -> str:
+    """Return a MIG device of a GPU as ``status`` prints it: ``2:1``."""
+    return slot(gpu.index, mig_number(gpu, mig.uuid))
+
+
+def index_width(gpus: Iterable[GpuView]) -> int:
+    """Return the cells for the indexes of GPUs and their MIG devices: ``10:3`` is wider than usual.
+
+    It does not depend on measured values, so that columns do not jump.
+    """
+    return max([INDEX_LEAST, *(len(slot(gpu.index, len(gpu.mig) - 1)) for gpu in gpus if gpu.mig)])
 
 
 def owner(of: GpuView | MigView, scene: Scene) -> tuple[str, str]:

@@ -18,9 +18,11 @@ from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.cells import fit, fit_runs, width
 from gpuboard.board.text.format import UNKNOWN, age, pair, percent, reason_of
 from gpuboard.board.text.gpu_row import (
+    INDEX_LEAST,
     Device,
     Shown,
     degrees,
+    device_slot,
     device_state,
     known,
     owner,
@@ -40,7 +42,6 @@ from gpuboard.model.units import format_size
 _HOST_LINES = 2  # the host and the titles
 _PROCESS_LINES = 6  # at least that many are left for processes, their titles included, if a row is to be tall
 _TALLEST = 12  # the meters, ten lines of curves, the reason
-_INDENT = 4  # of a row's further lines: the width of the GPU's index and the gap
 _TRACE_LINES = 2  # of the curve in the column "5 min", at most
 _METER_LEAST = 3  # cells; a shorter meter shows nothing
 _LIMIT_FROM = 14  # cells from which power stands beside its limit
@@ -91,10 +92,13 @@ def tall_for(node: NodeView, rows: int, height: int) -> int:
 
 
 @lru_cache
-def columns_for(tall: int) -> tuple[Column, ...]:
-    """Return the columns for rows of ``tall`` lines: what stands in a further line is no column."""
+def columns_for(tall: int, index: int = INDEX_LEAST) -> tuple[Column, ...]:
+    """Return the columns for rows of ``tall`` lines: what stands in a further line is no column.
+
+    ``index``: cells of the indexes.
+    """
     columns = [
-        Column("index", "GPU", 3, right=True),
+        Column("index", "GPU", index, right=True),
         Column("state", "State", 12),
         Column("utilization", "Utilization", 0, weight=3, least=9),
         Column("memory", "Memory", 0, weight=3, least=13),
@@ -120,7 +124,7 @@ def row_of(item: Shown, layout: Layout) -> Row:
     if isinstance(item, Device):
         dim = item.place.node.state != "up"
         return Row(
-            row_key(item), partial(_device_cells, item.mig, layout), dim=dim, below=partial(_below, item.mig, layout)
+            row_key(item), partial(_device_cells, item, layout), dim=dim, below=partial(_below, item.mig, layout)
         )
     dim = item.node.state != "up"
     return Row(row_key(item), partial(_gpu_cells, item, layout), dim=dim, below=partial(_below, item.gpu, layout))
@@ -147,9 +151,10 @@ def _gpu_cells(place: Place, layout: Layout) -> tuple[Cell, ...]:
     return tuple(cells[column.key] for column in columns_for(layout.tall))
 
 
-def _device_cells(mig: MigView, layout: Layout) -> tuple[Cell, ...]:
+def _device_cells(device: Device, layout: Layout) -> tuple[Cell, ...]:
+    gpu, mig = device.place.gpu, device.mig
     cells = {
-        "index": Cell("MIG", "dim"),
+        "index": Cell(device_slot(gpu, mig)),
         "state": device_state(mig),
         "utilization": Cell(mig.profile),  # NVML has no utilization of MIG devices
         "memory": _memory(mig, layout),
@@ -163,7 +168,8 @@ def _below(of: GpuView | MigView, layout: Layout) -> list[Cell]:
     """Return the further lines of a row: the last minutes below the meters, and the reason of the state."""
     reason = _reason(of, layout.scene)
     model = short_model(of.name) + "   " if isinstance(of, GpuView) else ""
-    words: Runs = ((" " * _INDENT + model, "dim"), (str(reason.text), reason.style))
+    indent = " " * (layout.widths.get("index", INDEX_LEAST) + GAP)  # below the state
+    words: Runs = ((indent + model, "dim"), (str(reason.text), reason.style))
     if layout.tall == _TRACE_LINES and isinstance(of, GpuView) and "trace" in layout.widths:
         before = itertools.takewhile(lambda column: column.key != "trace", columns_for(layout.tall))
         room = sum(layout.widths[column.key] + GAP for column in before if column.key in layout.widths) - GAP

@@ -11,7 +11,7 @@ from gpuboard.board.arrange import Row as Item
 from gpuboard.board.history import History
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text import single_node as text
-from gpuboard.board.text.gpu_row import Shown, row_key, with_devices
+from gpuboard.board.text.gpu_row import Shown, index_width, row_key, with_devices
 from gpuboard.board.widgets.grid import HEADER, Grid, LazyRows, Row
 from gpuboard.board.widgets.on_board import OnBoard
 from gpuboard.board.widgets.pane import Pane
@@ -27,7 +27,7 @@ class MeterGrid(Grid):
         self._history = history
 
     def show(self, scene: Scene, items: Sequence[Item], tall: int) -> None:
-        self.set_columns(text.columns_for(tall))
+        self.set_columns(text.columns_for(tall, index_width(scene.snapshot.nodes[0].gpus)))
         self.set_tall(tall)
 
         def row(item: Shown) -> Row:

@@ -15,6 +15,7 @@ from gpuboard.board.text.gpu_row import (
     Device,
     Shown,
     degrees,
+    device_slot,
     device_state,
     known,
     owner,
@@ -155,7 +156,7 @@ _OF_MIG: Mapping[str, Callable[[GpuTable, Device], Cell]] = {
     **dict.fromkeys(("node", "spark", "command"), lambda table, at: Cell("")),
     # NVML does not have them of MIG devices
     **dict.fromkeys(("utilization", "sm", "tensor", "power", "temperature"), lambda table, at: Cell("-", "dim")),
-    "index": lambda table, at: Cell("MIG", "dim"),
+    "index": lambda table, at: Cell(device_slot(at.place.gpu, at.mig)),
     "model": lambda table, at: Cell(at.mig.profile),
     "memory": lambda table, at: table.memory(at.mig),
     "user": lambda table, at: Cell(*owner(at.mig, table.scene)),

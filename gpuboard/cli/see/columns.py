@@ -13,7 +13,8 @@ from gpuboard.cli.options import nearest
 from gpuboard.cli.table import Cell, Column, Step
 from gpuboard.errors import UsageError
 from gpuboard.model.gpu import GpuState, short_model
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, shown_flags
+from gpuboard.model.request import slot
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, mig_number, shown_flags
 from gpuboard.model.text import clean, quoted
 from gpuboard.model.units import format_duration
 
@@ -35,7 +36,7 @@ class DeviceRow(NamedTuple):
     @property
     def number(self) -> int | None:
         """The number of the MIG device on its GPU."""
-        return None if self.mig is None else [mig.uuid for mig in self.gpu.mig].index(self.mig.uuid)
+        return None if self.mig is None else mig_number(self.gpu, self.mig.uuid)
 
     @property
     def users(self) -> list[str]:
@@ -125,7 +126,7 @@ def _age(device: DeviceRow) -> Cell:
 
 
 def _index(device: DeviceRow) -> Cell:
-    return Cell(str(device.gpu.index) + ("" if device.number is None else f":{device.number}"))
+    return Cell(slot(device.gpu.index, device.number))
 
 
 def _leases(device: DeviceRow) -> list[str]:

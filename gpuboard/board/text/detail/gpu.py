@@ -15,7 +15,7 @@ from gpuboard.board.text.detail.health import evidence
 from gpuboard.board.text.detail.sensors import beside_utilization
 from gpuboard.board.text.detail.topology import legend, matrix, neighbours
 from gpuboard.board.text.format import age, flag_role
-from gpuboard.board.text.gpu_row import RED_HOT
+from gpuboard.board.text.gpu_row import RED_HOT, device_slot
 from gpuboard.board.text.lines import NAME, Runs, named, wrapped
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.model.links import SELF
@@ -69,7 +69,7 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
     for device in gpu.mig:
         used = f"{format_size(device.memory_used)} of {format_size(device.memory_total)}"
         words = f"{LETTERS.get(device.state, '?')} {device.state}: {device.reason}; {used}"
-        lines += named(f"MIG {device.profile}"[: NAME - 1], words, device.state, width)
+        lines += named(f"{device_slot(gpu, device)} {device.profile}"[: NAME - 1], words, device.state, width)
     return lines
 
 
