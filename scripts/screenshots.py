@@ -38,7 +38,7 @@ from gpuboard.config import Settings
 from gpuboard.launch.runs.elsewhere import ClusterRunbook
 from gpuboard.launch.runs.folder import HeadProcess, RunView, runs_dir
 from gpuboard.launch.runs.index import RunEntry
-from gpuboard.leases.claims.client import indexes, leases_of
+from gpuboard.leases.claims.client import leases_of, slots
 from gpuboard.model.gpu import GpuStatic
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.reading import Hello, Reading, Static
@@ -137,7 +137,7 @@ class Still(Core):
         unread = [node.name for node in shown.nodes if node.state != "up"]
         read = {name: found for name, found in claims.items() if name not in unread}
         uids = dict.fromkeys(self._probes, uid(_VIEWER))
-        leases = leases_of(read, indexes(shown.nodes), self._clock(), uids=uids)
+        leases = leases_of(read, slots(shown.nodes), self._clock(), uids=uids)
         found = LeaseList(schema=1, at=iso(self._clock()), leases=leases, unread=unread)
         self._scene = Scene(shown, found, uids=uids)
         changed(self._scene)

@@ -7,6 +7,8 @@ from itertools import groupby
 
 import msgspec
 
+from gpuboard.model.gpu import is_mig
+from gpuboard.model.request import slot
 from gpuboard.model.text import clean
 from gpuboard.model.units import ranges
 
@@ -18,6 +20,7 @@ class LeaseGpu(msgspec.Struct, frozen=True, gc=False):
     index: int | None  # None when the GPU is not in the newest reading (fell off the bus)
     uuid: str
     share: int | None = None  # bytes
+    mig: int | None = None  # the number of a MIG device of that GPU
 
 
 class LeaseHolder(msgspec.Struct, frozen=True, gc=False):
@@ -62,16 +65,22 @@ class LeaseList(msgspec.Struct, frozen=True, gc=False):
 
 
 def gpus_text(gpus: Sequence[LeaseGpu]) -> str:
-    """Return GPUs as ``gpu01:0-2,5@gpu02:1``; a GPU without a reading by its UUID, an unknown one as ``?``.
+    """Return GPUs as ``gpu01:0-2,5@gpu02:1``, in their order (``gpu01:2,0,1``), and MIG devices as ``gpu01:2:1,2:3``.
 
-    Their order is kept: ``gpu01:2,0,1``.
+    One whose index or number is not known is written as its UUID, or as ``?`` without one.
     """
     by_node = ((node, [*on_node]) for node, on_node in groupby(gpus, key=lambda gpu: gpu.node))
-    return "@".join(f"{clean(node, 64)}:{_indexes(on_node)}" for node, on_node in by_node)
+    return "@".join(f"{clean(node, 64)}:{_slots(on_node)}" for node, on_node in by_node)
 
 
-def _indexes(gpus: Sequence[LeaseGpu]) -> str:
-    known = [gpu.index for gpu in gpus if gpu.index is not None]
-    if len(known) == len(gpus) and known == sorted(set(known)):
-        return ranges(known)
-    return ",".join(clean(gpu.uuid, 48) or "?" if gpu.index is None else str(gpu.index) for gpu in gpus)
+def _slots(gpus: Sequence[LeaseGpu]) -> str:
+    whole = [gpu.index for gpu in gpus if gpu.index is not None and not is_mig(gpu.uuid)]
+    if len(whole) == len(gpus) and whole == sorted(set(whole)):
+        return ranges(whole)
+    return ",".join(_slot(gpu) for gpu in gpus)
+
+
+def _slot(gpu: LeaseGpu) -> str:
+    if gpu.index is None or (gpu.mig is None and is_mig(gpu.uuid)):  # a rank map lacks the numbers of devices
+        return clean(gpu.uuid, 48) or "?"
+    return slot(gpu.index, gpu.mig)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
+
+from gpuboard.model.units import ranges
 
 Topology = Literal["best", "any"]
 RefusalCode = Literal[3, 4]  # exit codes: never possible, not now
@@ -13,6 +16,14 @@ RefusalCode = Literal[3, 4]  # exit codes: never possible, not now
 def slot(index: int | None, mig: int | None) -> str:
     """Return a GPU's index, or a MIG device as ``status`` prints it and ``--gpus`` takes it: ``2:1``."""
     return f"{'?' if index is None else index}{'' if mig is None else f':{mig}'}"
+
+
+def slots(gpus: Collection[tuple[int | None, int | None]]) -> str:
+    """Return GPUs of a node, each an index and the number of a MIG device: ``0-2,5``; with devices ``1,2:0,2:1``."""
+    whole = {index for index, mig in gpus if index is not None and mig is None}
+    if len(whole) == len(set(gpus)):
+        return ranges(whole)
+    return ",".join(slot(index, mig) for index, mig in gpus)
 
 
 class Pick(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from gpuboard.agent.claims import files, rules
 from gpuboard.agent.proc import boot_id
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, View
-from gpuboard.leases.claims.client import leases_of
+from gpuboard.leases.claims.client import GpuSlot, leases_of
 from gpuboard.model.gpu import GpuReading, GpuStatic
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.state import Thresholds
@@ -357,7 +357,7 @@ def test_a_node_whose_clock_is_an_hour_off_is_read_as_any_other(off_s: float) ->
     [node] = SnapshotBuilder().snapshot([facts], view).nodes
     assert (node.state, node.age_s) == ("up", 0.4)
     assert [gpu.state for gpu in node.gpus] == ["reserved", "free"]
-    [lease] = leases_of({"gpu01": [claim]}, {"gpu01": {"GPU-0": 0}}, now)
+    [lease] = leases_of({"gpu01": [claim]}, {"gpu01": {"GPU-0": GpuSlot(0)}}, now)
     assert (lease.remaining_s, lease.until, lease.since) == (
         540.0, "2027-01-15T08:09:00.000Z", "2027-01-15T07:59:00.000Z",
     )  # fmt: skip

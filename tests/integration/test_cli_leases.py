@@ -106,7 +106,7 @@ def test_json_of_renew_and_release(here: Here) -> None:
     renewed = here.json("renew", lease, "--for", "1h", "--json")
     name = os.uname().nodename.partition(".")[0]
     assert (set(renewed), renewed["id"], renewed["nodes"]) == ({"schema", "id", "until", "nodes"}, lease, [name])
-    gpu = {"node": name, "index": 0, "uuid": here.now[0].uuid, "share": None}
+    gpu = {"node": name, "index": 0, "uuid": here.now[0].uuid, "share": None, "mig": None}
     released = {"schema": 1, "released": [{"id": lease, "gpus": [gpu]}], "failed": [], "unread": []}
     assert here.json("release", lease, "--json") == released
     assert here.json("release", "--mine", "--json") == {"schema": 1, "released": [], "failed": [], "unread": []}

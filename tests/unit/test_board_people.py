@@ -9,7 +9,7 @@ import msgspec
 from gpuboard.board.overview.people import People, Person
 from gpuboard.board.overview.upcoming import Upcoming, UpcomingEnd
 from gpuboard.board.scene import Scene
-from gpuboard.model.lease import LeaseList
+from gpuboard.model.lease import LeaseGpu, LeaseList
 from gpuboard.model.snapshot import JobView, NodeView
 from gpuboard.model.units import seconds_of
 from tests.board import made
@@ -75,6 +75,15 @@ def test_another_owner_of_a_lease_counts_though_no_gpu_was_judged_again() -> Non
     renamed = msgspec.structs.replace(LEASE, owner="alicia")
     found = people.of(Scene(scene.snapshot, LeaseList(1, made.AT, [renamed]), uids={}))
     assert next(one.held for one in found if one.name == "alicia") == len(LEASE.gpus)
+
+
+def test_what_ends_next_names_mig_devices_by_their_numbers() -> None:
+    split = made.mig("gpu01", 0, "free", "reserved", "allocated")
+    on_job = msgspec.structs.replace(split.mig[2], jobs=[job("15", "bob")])
+    split = msgspec.structs.replace(split, mig=[*split.mig[:2], on_job])
+    held = msgspec.structs.replace(LEASE, gpus=[LeaseGpu("gpu01", 0, split.mig[1].uuid, mig=1)])
+    found = Upcoming().of(made.scene(made.node("gpu01", [split]), leases=[held]), NOW, 9)
+    assert [one.place for one in found] == ["gpu01:0:2", "gpu01:0:1"]
 
 
 def test_what_ends_next_are_leases_and_jobs_with_a_limit() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from gpuboard.errors import UsageError
 from gpuboard.leases.output.formats import Allocation, render, render_error
 from gpuboard.leases.output.shell import FORMATS
+from gpuboard.leases.picks import parse_picks
 from gpuboard.leases.rank_map import rank_map, reachable_addresses
-from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
+from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder, gpus_text
 from gpuboard.model.rankmap import RankMap, problems
 from gpuboard.model.request import ChosenGpu, Refusal, RefusedGpu
 from tests.steps import steps
@@ -42,6 +43,26 @@ def test_one_node_alone_talks_over_loopback_and_mig_goes_by_uuid() -> None:
     alone = rank_map(None, [ChosenGpu("gpu01", 0, "MIG-x")], {"gpu01": "10.0.0.1"})
     assert (alone.master_addr, alone.nodes[0].cuda_visible_devices) == ("127.0.0.1", "MIG-x")
     assert problems(alone) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        ([LeaseGpu("a", 0, "GPU-0"), LeaseGpu("a", 1, "GPU-1"), LeaseGpu("b", 3, "GPU-3")], "a:0-1@b:3"),
+        ([LeaseGpu("a", 2, "GPU-2"), LeaseGpu("a", 0, "GPU-0")], "a:2,0"),
+        ([LeaseGpu("a", 0, "MIG-5", mig=5), LeaseGpu("a", 0, "MIG-7", mig=7)], "a:0:5,0:7"),
+        ([LeaseGpu("a", 0, "GPU-0"), LeaseGpu("a", 1, "MIG-2", mig=2), LeaseGpu("b", 1, "GPU-1")], "a:0,1:2@b:1"),
+        ([LeaseGpu("a", 0, "MIG-x000"), LeaseGpu("a", 0, "MIG-y000")], "a:MIG-x000,MIG-y000"),  # from a rank map
+        ([LeaseGpu("a", 0, "GPU-0"), LeaseGpu("a", None, "")], "a:0,?"),
+    ],
+)
+def test_gpus_of_a_lease_are_written_as_requests_name_them(gpus: list[LeaseGpu], words: str) -> None:
+    assert gpus_text(gpus) == words
+    if "?" not in words:
+        picks = parse_picks(words)
+        assert [(pick.node, pick.index, pick.mig) for pick in picks if pick.uuid is None] == [
+            (gpu.node, gpu.index, gpu.mig) for gpu in gpus if gpu.uuid not in words
+        ]
 
 
 def test_addresses_are_those_of_the_common_network() -> None:

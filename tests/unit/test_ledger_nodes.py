@@ -13,14 +13,18 @@ import msgspec
 import pytest
 
 from gpuboard.agent.claims import store as claims
+from gpuboard.board.dialogs.request_form import places_words
 from gpuboard.errors import GpuboardError, NoSuchLease
 from gpuboard.keeper.holder import identify
 from gpuboard.leases.claims import client as ledger
-from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
+from gpuboard.leases.picks import parse_picks
+from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder, gpus_text
 from gpuboard.model.reading import Claim, ClaimHolder
 from gpuboard.model.replies import Detail, decode
+from gpuboard.model.request import Pick
 from gpuboard.model.units import iso
 from gpuboard.transport.base import CallFailed, LinkLost
+from tests.board import made
 
 T = TypeVar("T")
 NODES = ("gpu01", "gpu02", "gpu03")
@@ -218,7 +222,10 @@ def claim(lease: str, uuid: str, **changes: Any) -> Claim:
     return Claim(lease=lease, uuid=uuid, **{**values, **changes})
 
 
-INDEX = {"gpu01": {"GPU-a": 0, "GPU-b": 1}, "gpu02": {"GPU-c": 0}}
+SLOTS = {
+    "gpu01": {"GPU-a": ledger.GpuSlot(0), "GPU-b": ledger.GpuSlot(1)},
+    "gpu02": {"GPU-c": ledger.GpuSlot(0)},
+}
 
 
 def test_claims_become_a_lease() -> None:
@@ -227,7 +234,7 @@ def test_claims_become_a_lease() -> None:
         "gpu02": [claim("k3f9", "GPU-c", holder=holder, purpose="x")],
         "gpu01": [claim("k3f9", "GPU-a", holder=holder, purpose="x", remaining_s=400.0, since=0.0, until=500.0)],
     }
-    assert ledger.leases_of(found, INDEX, 1_000_000.0, lambda h: h.pid == 42) == [
+    assert ledger.leases_of(found, SLOTS, 1_000_000.0, lambda h: h.pid == 42) == [
         Lease(
             id="k3f9", owner="alice", uid=1001, host="login1",
             gpus=[LeaseGpu("gpu01", 0, "GPU-a"), LeaseGpu("gpu02", 0, "GPU-c")],
@@ -248,7 +255,7 @@ def test_claims_become_a_lease() -> None:
     ],
 )
 def test_what_is_wrong_with_a_lease_is_a_flag(found: dict[str, list[Claim]], flags: list[str]) -> None:
-    assert [lease.flags for lease in ledger.leases_of(found, INDEX, 0.0)] == [flags]
+    assert [lease.flags for lease in ledger.leases_of(found, SLOTS, 0.0)] == [flags]
 
 
 @pytest.mark.parametrize(
@@ -257,27 +264,39 @@ def test_what_is_wrong_with_a_lease_is_a_flag(found: dict[str, list[Claim]], fla
 )
 def test_times_beyond_all_sense_are_bounded(remaining_s: float, until: float, left_s: float) -> None:
     found = {"gpu01": [claim("k3f9", "GPU-a", gpus=1, remaining_s=remaining_s, until=until)]}
-    [lease] = ledger.leases_of(found, INDEX, 1769860800.0)
+    [lease] = ledger.leases_of(found, SLOTS, 1769860800.0)
     assert lease.remaining_s == left_s
     assert lease.until == iso(1769860800.0 + left_s)
     assert "2024" < lease.since <= lease.until
 
 
 def test_a_gpu_that_is_gone_has_no_index() -> None:
-    [lease] = ledger.leases_of({"gpu01": [claim("k3f9", "GPU-x"), claim("k3f9", "GPU-a")]}, INDEX, 0.0)
+    [lease] = ledger.leases_of({"gpu01": [claim("k3f9", "GPU-x"), claim("k3f9", "GPU-a")]}, SLOTS, 0.0)
     assert [(gpu.index, gpu.uuid) for gpu in lease.gpus] == [(0, "GPU-a"), (None, "GPU-x")]
+
+
+def test_a_mig_device_has_its_number() -> None:
+    split = made.mig("gpu01", 0, *("free", "busy") * 4)
+    held = [split.mig[7].uuid, split.mig[5].uuid]
+    found = {"gpu01": [claim("k3f9", uuid, nodes=["gpu01"]) for uuid in held]}
+    [lease] = ledger.leases_of(found, ledger.slots([made.node("gpu01", [split, made.gpu("gpu01", 1)])]), 0.0)
+    assert [(gpu.index, gpu.mig) for gpu in lease.gpus] == [(0, 5), (0, 7)]
+    assert gpus_text(lease.gpus) == places_words(lease.gpus) == "gpu01:0:5,0:7"
+    assert parse_picks(gpus_text(lease.gpus)) == (Pick("gpu01", 0, None, 5), Pick("gpu01", 0, None, 7))
+    [gone] = ledger.leases_of(found, {}, 0.0)
+    assert [(gpu.index, gpu.mig) for gpu in gone.gpus] == [(None, None)] * 2
 
 
 def test_a_lease_that_was_taken_under_another_name_of_the_node_is_whole() -> None:
     found = {"gpu01": [claim("k3f9", "GPU-a", nodes=["alias"], gpus=1)]}
     assert ledger.mine(found, {"gpu01": 1001}) == {"k3f9": ledger.Mine("k3f9", {"gpu01": ["GPU-a"]}, ["gpu01"])}
-    [lease] = ledger.leases_of(found, INDEX, 0.0)
+    [lease] = ledger.leases_of(found, SLOTS, 0.0)
     assert (lease.nodes, lease.flags) == (["gpu01"], [])
 
 
 def test_a_forged_id_is_a_lease_of_its_own() -> None:
     found = {"gpu01": [claim("k3f9", "GPU-a")], "gpu02": [claim("k3f9", "GPU-c", owner="bob", uid=1002)]}
-    assert [(lease.owner, [gpu.uuid for gpu in lease.gpus]) for lease in ledger.leases_of(found, INDEX, 0.0)] == [
+    assert [(lease.owner, [gpu.uuid for gpu in lease.gpus]) for lease in ledger.leases_of(found, SLOTS, 0.0)] == [
         ("alice", ["GPU-a"]),
         ("bob", ["GPU-c"]),
     ]
@@ -296,7 +315,7 @@ def test_a_forged_id_is_a_lease_of_its_own() -> None:
 )
 def test_a_lease_is_the_caller_s_by_the_uids_on_its_nodes(uids: dict[str, int], mine: bool, may_end: bool) -> None:
     claims = {"gpu01": [claim("k3f9", "GPU-a")], "gpu02": [claim("k3f9", "GPU-c", uid=2002)]}
-    [lease] = ledger.leases_of(claims, INDEX, 0.0, uids=uids)
+    [lease] = ledger.leases_of(claims, SLOTS, 0.0, uids=uids)
     assert (lease.mine, lease.may_end, lease.ledger) == (mine, may_end, "nodes")
 
 
@@ -311,7 +330,7 @@ def test_the_holder_of_a_claim_is_known_on_its_own_host_only() -> None:
 
 def test_dead_claims_and_garbage_make_no_lease() -> None:
     found = {"gpu01": [claim("a", "GPU-a", state="lapsed"), claim("b", "GPU-b", state="garbage")]}
-    assert ledger.leases_of(found, INDEX, 0.0) == []
+    assert ledger.leases_of(found, SLOTS, 0.0) == []
     assert ledger.mine(found, {"gpu01": 1001}) == {}
 
 

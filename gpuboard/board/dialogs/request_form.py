@@ -10,9 +10,9 @@ from typing import Protocol
 
 from gpuboard.board.scene import Scene
 from gpuboard.leases.picks import parse_picks
-from gpuboard.model.request import ChosenGpu, Pick, Refusal, Request, slot
+from gpuboard.model.request import ChosenGpu, Pick, Refusal, Request, slots
 from gpuboard.model.snapshot import mig_number
-from gpuboard.model.units import format_duration, is_whole, parse_size, ranges
+from gpuboard.model.units import format_duration, is_whole, parse_size
 
 MOST = 8192  # GPUs in one request: the largest cluster that is tested
 _NODES_NAMED = 4  # nodes that are named in a sentence
@@ -99,15 +99,12 @@ def gpus_words(gpus: Iterable[_Placed]) -> str:
 
 
 def _by_node(gpus: Iterable[_Placed]) -> Iterator[tuple[str, list[_Placed]]]:
-    ordered = sorted(gpus, key=lambda gpu: (gpu.node, gpu.index is None, gpu.index or 0))
+    ordered = sorted(gpus, key=lambda gpu: (gpu.node, gpu.index is None, gpu.index or 0, _device(gpu) or 0))
     return ((node, [*on_node]) for node, on_node in groupby(ordered, key=lambda gpu: gpu.node))
 
 
 def _slots(gpus: Sequence[_Placed]) -> str:
-    """Return the indexes of a node's GPUs: ``0-2,5``; with MIG devices each by itself: ``1,2:0``."""
-    if any(gpu.index is None or _device(gpu) is not None for gpu in gpus):
-        return ",".join(slot(gpu.index, _device(gpu)) for gpu in gpus)
-    return ranges({gpu.index or 0 for gpu in gpus})
+    return slots([(gpu.index, _device(gpu)) for gpu in gpus])
 
 
 def _device(gpu: _Placed) -> int | None:

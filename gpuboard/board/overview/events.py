@@ -15,6 +15,7 @@ import msgspec
 
 from gpuboard.model.gpu import xid_words
 from gpuboard.model.lease import Lease, LeaseList
+from gpuboard.model.request import slots
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot, judged
 from gpuboard.model.units import format_duration, ranges, seconds_of
 
@@ -34,7 +35,7 @@ class ClusterEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     at: str  # ISO 8601, by this host's clock
     kind: str  # of KINDS, or another one of a later version
     nodes: tuple[str, ...] = ()
-    gpus: str = ""  # indexes, "0-3,7"; only of a single node
+    gpus: str = ""  # indexes, "0-3,7", "0:5" of a MIG device; only of a single node
     user: str = ""
     words: str = ""
     by: str = ""  # the board that has seen it
@@ -169,9 +170,9 @@ def _of_leases(
         expired = left_s <= _EARLY_S
         words = f"lease {lease.id}: {len(lease.gpus)} GPU{'s' * (len(lease.gpus) != 1)}"
         words += "" if expired else f", {format_duration(left_s)} before its end"
-        indexes = [gpu.index for gpu in lease.gpus if gpu.index is not None] if len(nodes) == 1 else []
+        found = [(gpu.index, gpu.mig) for gpu in lease.gpus if gpu.index is not None] if len(nodes) == 1 else []
         kind = "expired" if expired else "ended"
-        events.append(ClusterEvent(snapshot.at, kind, nodes, ranges(set(indexes)), lease.owner, words))
+        events.append(ClusterEvent(snapshot.at, kind, nodes, slots(found), lease.owner, words))
     return events, known
 
 

@@ -8,10 +8,14 @@ from heapq import nsmallest
 import msgspec
 
 from gpuboard.board.scene import Scene
+from gpuboard.model.request import slots
 from gpuboard.model.snapshot import GpuView, JobView, judged
-from gpuboard.model.units import ranges, seconds_of
+from gpuboard.model.units import seconds_of
 
 _UNLIMITED_S = 366 * 86400.0  # a job without a limit is shown as a lease that ends in a year or later
+
+
+_Slot = tuple[int, int | None]  # a GPU's index, and the number of a MIG device on it
 
 
 class UpcomingEnd(msgspec.Struct, frozen=True, gc=False):
@@ -29,7 +33,7 @@ class _Job(msgspec.Struct, gc=False):
     """A job on one node."""
 
     job: JobView
-    indexes: list[int]
+    slots: list[_Slot]
 
 
 class Upcoming:
@@ -47,12 +51,12 @@ class Upcoming:
                 leased.add(lease.job)
             until = seconds_of(lease.until)
             if until - now < _UNLIMITED_S:
-                nodes: dict[str, list[int]] = {}
+                nodes: dict[str, list[_Slot]] = {}
                 for gpu in lease.gpus:
-                    nodes.setdefault(gpu.node, []).extend([] if gpu.index is None else [gpu.index])
+                    nodes.setdefault(gpu.node, []).extend([] if gpu.index is None else [(gpu.index, gpu.mig)])
                 place = _place(nodes)
                 found.append(UpcomingEnd(until, lease.owner, lease.id, len(lease.gpus), place, lease.mine))
-        on: dict[str, dict[str, list[int]]] = {}
+        on: dict[str, dict[str, list[_Slot]]] = {}
         views: dict[str, JobView] = {}
         kept = {}
         for node in scene.snapshot.nodes:
@@ -63,12 +67,12 @@ class Upcoming:
             kept[node.name] = memo
             for name, job in memo[1].items():
                 views.setdefault(name, job.job)
-                on.setdefault(name, {})[node.name] = job.indexes
+                on.setdefault(name, {})[node.name] = job.slots
         self._jobs = kept
         for name, job_view in views.items():
             if name not in leased and job_view.until is not None:
                 places = on[name]
-                count = sum(len(indexes) for indexes in places.values())
+                count = sum(len(found) for found in places.values())
                 end = seconds_of(job_view.until)
                 found.append(UpcomingEnd(end, job_view.user, f"job {name}", count, _place(places)))
         return nsmallest(most, found, key=lambda one: (one.until, one.name))
@@ -77,15 +81,15 @@ class Upcoming:
 def _jobs_on(gpus: Sequence[GpuView]) -> dict[str, _Job]:
     jobs: dict[str, _Job] = {}
     for gpu in gpus:
-        for unit in gpu.mig or (gpu,):
+        for number, unit in enumerate(gpu.mig) if gpu.mig else [(None, gpu)]:
             for job in unit.jobs:
-                jobs.setdefault(job.id, _Job(job, [])).indexes.append(gpu.index)
+                jobs.setdefault(job.id, _Job(job, [])).slots.append((gpu.index, number))
     return jobs
 
 
-def _place(nodes: dict[str, Sequence[int]] | dict[str, list[int]]) -> str:
-    """Return ``gpu01:0-3``; of several nodes the first one and how many more."""
+def _place(nodes: dict[str, list[_Slot]]) -> str:
+    """Return ``gpu01:0-3``, ``gpu01:0:5`` for a MIG device; of several nodes the first one and how many more."""
     first = next(iter(nodes), "")
     more = f" +{len(nodes) - 1}" if len(nodes) > 1 else ""
-    indexes = ranges(set(nodes[first])) if nodes else ""
-    return f"{first}{':' * bool(indexes)}{indexes}{more}"
+    words = slots(nodes[first]) if nodes else ""
+    return f"{first}{':' * bool(words)}{words}{more}"

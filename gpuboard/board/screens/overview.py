@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -107,7 +108,7 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         node = scene.nodes.get(event.nodes[0])
         if node is None:
             return
-        first = event.gpus.split(",")[0].split("-")[0]
+        first = re.split("[,:-]", event.gpus, maxsplit=1)[0]
         gpu = next((gpu for gpu in node.gpus if str(gpu.index) == first), None)
         self.board.go_to(gpu.uuid if gpu is not None else f"node:{node.name}")
 

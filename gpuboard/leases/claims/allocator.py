@@ -360,8 +360,8 @@ class ClaimsAllocator:
             node: [claim for claim in found if claim.lease == lease and claim.uid == uids.get(node)]
             for node, found in self._fleet.claims().items()
         }
-        index = client.indexes(snapshot.nodes)
-        return next(iter(client.leases_of(claims, index, time.time(), client.holder_alive, uids)), None)
+        slots = client.slots(snapshot.nodes)
+        return next(iter(client.leases_of(claims, slots, time.time(), client.holder_alive, uids)), None)
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of the caller as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease, Refused."""
@@ -377,7 +377,10 @@ class ClaimsAllocator:
         if unread := sorted(set(mine.nodes) - set(mine.gpus)):
             raise NotFree(Refusal(4, f"no reading from {', '.join(unread)}, where lease {mine.lease} has GPUs too"))
         within = tuple(uuid for uuids in mine.gpus.values() for uuid in uuids)
-        index = client.indexes(snapshot.nodes)  # claims have UUIDs only
+        index = {  # claims have UUIDs only
+            node: {uuid: at.index for uuid, at in on_node.items()}
+            for node, on_node in client.slots(snapshot.nodes).items()
+        }
         held = sorted((node, index[node].get(uuid, 0), uuid) for node, uuids in mine.gpus.items() for uuid in uuids)
         picks = tuple(Pick(node, None, uuid) for node, _, uuid in held)
         request = Request(picks=picks, within=within) if n is None else Request(n=n, within=within)

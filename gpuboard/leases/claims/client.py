@@ -278,13 +278,20 @@ def unread_nodes(snapshot: Snapshot) -> list[str]:
     return [node.name for node in snapshot.nodes if node.state != "up" or node.claims_error is not None]
 
 
-def indexes(nodes: Iterable[NodeView]) -> dict[str, dict[str, int]]:
-    """Return NVML's index of each GPU by its node and UUID; of a MIG device, that of its GPU."""
+class GpuSlot(msgspec.Struct, frozen=True, gc=False):
+    """NVML's index of a GPU, and the number of a MIG device on it."""
+
+    index: int
+    mig: int | None = None
+
+
+def slots(nodes: Iterable[NodeView]) -> dict[str, dict[str, GpuSlot]]:
+    """Return the slot of each GPU and MIG device by its node and UUID."""
     from gpuboard.model.snapshot import judged  # late: a keeper has no snapshot
 
     return {
-        node.name: {gpu.uuid: gpu.index for gpu in judged(node)}
-        | {device.uuid: gpu.index for gpu in judged(node) for device in gpu.mig}
+        node.name: {gpu.uuid: GpuSlot(gpu.index) for gpu in judged(node)}
+        | {device.uuid: GpuSlot(gpu.index, number) for gpu in judged(node) for number, device in enumerate(gpu.mig)}
         for node in nodes
     }
 
@@ -298,14 +305,14 @@ def holder_alive(holder: ClaimHolder) -> bool | None:
 
 def leases_of(
     claims: Mapping[str, Sequence[Claim]],
-    index: Mapping[str, Mapping[str, int]],
+    slots: Mapping[str, Mapping[str, GpuSlot]],
     now: float,
     alive: Callable[[ClaimHolder], bool | None] = lambda _: None,
     uids: Mapping[str, int] | None = None,
 ) -> list[Lease]:
     """Return the leases that the live claims form, by node then id. Pure.
 
-    ``claims``: by node, only of nodes that were read; ``index``: NVML's by node and UUID; ``now``: epoch seconds here,
+    ``claims``: by node, only of nodes that were read; ``slots``: by node and UUID; ``now``: epoch seconds here,
     to which the claims' remaining times refer; ``alive``: whether a holder is alive, None if unknown here; ``uids``:
     the caller's uid on each node; root may end leases of others.
 
@@ -322,7 +329,7 @@ def leases_of(
             if claim.state == "live":
                 owner = None if uids is not None and claim.uid == uids.get(node) else claim.owner
                 groups.setdefault((claim.lease, owner), []).append((node, claim))
-    return [_lease(found, claims.keys(), index, now, alive=alive, uids=uids or {}) for found in groups.values()]
+    return [_lease(found, claims.keys(), slots, now, alive=alive, uids=uids or {}) for found in groups.values()]
 
 
 def _within(seconds: float) -> float:
@@ -330,10 +337,15 @@ def _within(seconds: float) -> float:
     return min(max(seconds, 0.0), LONGEST_S)
 
 
+def _gpu(node: str, claim: Claim, at: GpuSlot | None) -> LeaseGpu:
+    index, mig = (None, None) if at is None else (at.index, at.mig)
+    return LeaseGpu(node, index, claim.uuid, claim.share, mig)
+
+
 def _lease(
     found: list[tuple[str, Claim]],
     read: Collection[str],
-    index: Mapping[str, Mapping[str, int]],
+    slots: Mapping[str, Mapping[str, GpuSlot]],
     now: float,
     *,
     alive: Callable[[ClaimHolder], bool | None],
@@ -356,8 +368,8 @@ def _lease(
         uid=first.uid,
         host=first.host,
         gpus=sorted(
-            (LeaseGpu(node, index.get(node, {}).get(claim.uuid), claim.uuid, claim.share) for node, claim in found),
-            key=lambda gpu: (gpu.node, gpu.index is None, gpu.index, gpu.uuid),
+            (_gpu(node, claim, slots.get(node, {}).get(claim.uuid)) for node, claim in found),
+            key=lambda gpu: (gpu.node, gpu.index is None, gpu.index, gpu.mig or 0, gpu.uuid),
         ),
         since=iso(until - _within(ends_first.until - ends_first.since)),
         until=iso(until),

@@ -108,8 +108,8 @@ class ClaimsLedger:
         unread = client.unread_nodes(snapshot)
         skipped = set(unread)
         current = {node: claims for node, claims in fleet.claims().items() if node not in skipped}
-        index = client.indexes(node for node in snapshot.nodes if current.get(node.name))
-        found = client.leases_of(current, index, now, client.holder_alive, fleet.uids())
+        slots = client.slots(node for node in snapshot.nodes if current.get(node.name))
+        found = client.leases_of(current, slots, now, client.holder_alive, fleet.uids())
         return LeaseList(schema=1, at=iso(now), leases=found, unread=unread)
 
     def find(self, ids: Sequence[str]) -> Found:
@@ -122,7 +122,7 @@ class ClaimsLedger:
         fleet, snapshot = self._read(nodes)
         unread = client.unread_nodes(snapshot)
         claims, uids = fleet.claims(), fleet.uids()
-        shown = client.leases_of(claims, client.indexes(snapshot.nodes), time.time(), client.holder_alive, uids)
+        shown = client.leases_of(claims, client.slots(snapshot.nodes), time.time(), client.holder_alive, uids)
         if not ids:
             return Found([_as_lease(each, shown) for each in client.mine(claims, uids).values()], unread=unread)
         found: dict[str, Lease] = {}
@@ -164,9 +164,13 @@ class ClaimsLedger:
         owned = self._is_own(lease, fleet.uids())
         outcome = client.release(fleet.call_all, lease.id, lease.nodes, owned=owned)
         remove_rank_map(self._env, lease.id)
-        index = {(gpu.node, gpu.uuid): gpu.index for gpu in lease.gpus}
-        gpus = [LeaseGpu(node, index.get((node, uuid)), uuid) for node, uuids in outcome.done.items() for uuid in uuids]
-        gpus.sort(key=lambda gpu: (gpu.node, gpu.index or 0))
+        known = {(gpu.node, gpu.uuid): (gpu.index, gpu.mig) for gpu in lease.gpus}
+        gpus = []
+        for node, uuids in outcome.done.items():
+            for uuid in uuids:
+                index, mig = known.get((node, uuid), (None, None))
+                gpus.append(LeaseGpu(node, index, uuid, mig=mig))
+        gpus.sort(key=lambda gpu: (gpu.node, gpu.index or 0, gpu.mig or 0))
         end = day_time(seconds_of(lease.until))
         when = "within 90 s" if kept_here else f"when its holder ends, at the latest {end}"
         self._refresh(lease.nodes)

@@ -11,7 +11,7 @@ from gpuboard.cluster.inventory.nodes import Node, is_here
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
 from gpuboard.model.lease import LeaseGpu
-from gpuboard.model.snapshot import NodeView, Snapshot
+from gpuboard.model.snapshot import NodeView, Snapshot, mig_number
 from gpuboard.model.units import parse_duration
 from gpuboard.nodesets import listed
 from gpuboard.transport.base import TransportError
@@ -32,7 +32,7 @@ class GrantedJob(msgspec.Struct, frozen=True):
     def gpus(self) -> list[LeaseGpu]:
         """Return all GPUs of the job; MIG devices in place of a GPU in MIG mode."""
         return [
-            LeaseGpu(node.name, gpu.index, uuid)
+            LeaseGpu(node.name, gpu.index, uuid, mig=mig_number(gpu, uuid))
             for node in self.snapshot.nodes
             for gpu in node.gpus
             for uuid in ([mig.uuid for mig in gpu.mig] if "mig" in gpu.flags else [gpu.uuid])
