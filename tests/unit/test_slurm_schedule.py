@@ -12,7 +12,7 @@ from gpuboard.keeper.record import KeptJob, KeptNode, LeaseRecord, decode, files
 from gpuboard.leases.slurm.schedule import leases
 from gpuboard.model.lease import LeaseGpu
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode
-from gpuboard.model.snapshot import GpuView, JobView, NodeView, Snapshot
+from gpuboard.model.snapshot import GpuView, JobView, MigView, NodeView, Snapshot
 
 NOW = 1_800_000_000.0
 
@@ -47,6 +47,13 @@ def test_gpus_are_those_that_the_snapshot_shows_with_the_job() -> None:
     assert found([job(7, "gpuboard-k3f9xy", *grants)], *views) == [
         ("k3f9xy", [LeaseGpu("lab-a", 1, "GPU-1"), LeaseGpu("lab-a", 3, "GPU-3"), LeaseGpu("gpu02", 5, "")])
     ]
+
+
+def test_mig_devices_of_a_job_have_their_numbers() -> None:
+    devices = [MigView(f"MIG-{n}", "3g.40gb", "allocated", "", None, None, jobs=gpu(0, str(n)).jobs) for n in (6, 7)]
+    view = NodeView("gpu01", "up", gpus=[msgspec.structs.replace(gpu(2, None), mig=devices)])
+    grant = Grant("gpu01", (Gres("3g.40gb", 1),))
+    assert found([job(7, "gpuboard-k3f9xy", grant)], view) == [("k3f9xy", [LeaseGpu("gpu01", 2, "MIG-7", mig=1)])]
 
 
 def test_where_the_snapshot_does_not_show_all_they_have_no_index() -> None:

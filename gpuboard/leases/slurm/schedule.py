@@ -9,7 +9,7 @@ from gpuboard.leases.claims.client import LONGEST_S
 from gpuboard.leases.slurm.lease import ownership
 from gpuboard.model.lease import Lease, LeaseGpu
 from gpuboard.model.schedule import Schedule, SchedulerJob
-from gpuboard.model.snapshot import GpuView, Snapshot
+from gpuboard.model.snapshot import GpuView, MigView, Snapshot
 from gpuboard.model.text import clean
 from gpuboard.model.units import iso
 from gpuboard.scheduler.base import Scheduler
@@ -33,19 +33,22 @@ def schedule_of(scheduler: Scheduler) -> Schedule:
 def leases(schedule: Schedule, snapshot: Snapshot, now: float, known_as: Callable[[str], str | None]) -> list[Lease]:
     """Return the leases among a schedule's jobs, by job number.
 
-    ``known_as``: a node's name → its name in Slurm, None if it is not in Slurm. A lease's GPUs are those that the
-    snapshot shows as allocated to the job; if their number differs from Slurm's, they have no index.
+    ``known_as``: a node's name → its name in Slurm, None if it is not in Slurm. A lease's GPUs and MIG devices are
+    those that the snapshot shows as allocated to the job; if their number differs from Slurm's, they have no index.
     """
     leased = [(job.number, lease, job) for job in schedule.jobs if (lease := lease_named(job.name)) is not None]
     if not leased:  # the board calls this every second, and 8,000 GPUs take 10 ms
         return []
     where = {grant.node for _, _, job in leased for grant in job.grants}
-    shown: dict[tuple[str, str], list[tuple[str, GpuView]]] = {}  # by Slurm's node and the job's id
+    shown: dict[tuple[str, str], list[LeaseGpu]] = {}  # by Slurm's node and the job's id
     for node in snapshot.nodes:
         name = known_as(node.name) or ""
         for gpu in node.gpus if name in where else ():
-            for view in gpu.jobs:
-                shown.setdefault((name, view.id), []).append((node.name, gpu))
+            units: list[tuple[int | None, GpuView | MigView]] = [(None, gpu), *enumerate(gpu.mig)]
+            for number, unit in units:
+                for view in unit.jobs:
+                    held = LeaseGpu(node.name, gpu.index, _uuid(unit.uuid), mig=number)
+                    shown.setdefault((name, view.id), []).append(held)
     return [
         _lease(lease, job, shown, now)
         for _, lease, job in sorted(leased, key=lambda one: one[0])
@@ -53,15 +56,13 @@ def leases(schedule: Schedule, snapshot: Snapshot, now: float, known_as: Callabl
     ]
 
 
-def _lease(
-    lease: str, job: SchedulerJob, shown: Mapping[tuple[str, str], list[tuple[str, GpuView]]], now: float
-) -> Lease:
+def _lease(lease: str, job: SchedulerJob, shown: Mapping[tuple[str, str], list[LeaseGpu]], now: float) -> Lease:
     gpus: list[LeaseGpu] = []
     for grant in job.grants:
         seen = shown.get((grant.node, job.id), [])
         count = sum(kind.count for kind in grant.gpus)
         if len(seen) == count:
-            gpus += [LeaseGpu(node, gpu.index, _uuid(gpu.uuid)) for node, gpu in seen]
+            gpus += seen
         else:
             gpus += [LeaseGpu(clean(grant.node, 253), None, "")] * min(count, 1024)
     until = job.until if job.until is not None else now + LONGEST_S
