@@ -273,7 +273,10 @@ def _unknown(facts: Facts, limits: Thresholds) -> str | None:
     limit_s = max(limits.stale_min_s, limits.stale_intervals * facts.interval_s)
     age_s = facts.age_s + reading.delay_s
     if age_s > limit_s:
-        return f"last reading is {age_s:.0f} s old"
+        old = f"last reading is {age_s:.0f} s old"
+        if reading.error and reading.delay_s > facts.age_s:  # the error, not the connection, is why it is old
+            return f"{nvml_error(reading.error)}; {old}"
+        return old
     if unreadable := _unreadable(facts.static, reading):
         return unreadable
     if unknown := _scheduler_unknown(facts):

@@ -16,12 +16,17 @@ import pytest
 
 from gpuboard.model.gpu import GpuReading, GpuStatic, Sensors
 from gpuboard.model.reading import Reading, ReadingDelta, applied
+from gpuboard.model.state import Facts, Thresholds, judge
 from tests import nvml
 from tests.agent import Agent, still_there
 from tests.nodes import old_python
 from tests.nvml import GIB, Gpu, Mig, library, write_script
 from tests.nvml.direct import DIRECT
 from tests.waiting import Stopwatch, until
+
+HANGS = "NVML hangs: a call on this GPU does not return"
+CRASHED = "NVML crashed while it read this GPU"
+FREE = ("free", "no process, no reservation")
 
 
 @pytest.fixture
@@ -388,12 +393,37 @@ def test_a_hung_gpu_ages_alone_and_comes_back(script: Path) -> None:
         started = Stopwatch()
         reading = agent.reading(when=lambda r: [g.delay_s == 0 for g in r.gpus] == [True, True, False, True])
         assert started.stop() < 5.0  # sooner than a reading is called stale
-        assert (reading.gpus[2].temperature, reading.gpus[2].error, reading.nvml_error) == (32, None, None)
+        assert (reading.gpus[2].temperature, reading.nvml_error) == (32, None)
+        assert [g.error for g in reading.gpus] == [None, None, HANGS, None]
         late_s = reading.gpus[2].delay_s + 0.5
-        agent.reading(when=lambda r: r.gpus[2].delay_s > late_s and {r.gpus[k].delay_s for k in (0, 1, 3)} == {0.0})
+        late = agent.reading(
+            when=lambda r: r.gpus[2].delay_s > late_s and {r.gpus[k].delay_s for k in (0, 1, 3)} == {0.0}
+        )
+        assert late.gpus[2].error == HANGS  # the same words: only the age grows
         write_script(script, good)
         back = agent.reading(when=lambda r: r.gpus[2].delay_s == 0)
-        assert [g.temperature for g in back.gpus] == [30, 31, 32, 33]
+        assert [(g.temperature, g.error) for g in back.gpus] == [(30 + k, None) for k in range(4)]
+
+
+def test_the_reason_of_a_gpu_that_begins_to_hang_is_the_hang(script: Path) -> None:
+    write_script(script, [Gpu(), Gpu()])
+
+    def verdicts(reading: Reading) -> list[tuple[str, str]]:
+        assert agent.static is not None
+        both = zip(agent.static.gpus, reading.gpus, strict=True)
+        found = [judge(Facts(static=fact, reading=gpu), Thresholds()) for fact, gpu in both]
+        return [(verdict.state, verdict.reason) for verdict in found]
+
+    with Agent(script, interval_s=0.2) as agent:
+        assert [state for state, _ in verdicts(agent.reading())] == ["free", "free"]
+        write_script(script, [Gpu(), Gpu(trouble=("hang *",))])
+        hangs = agent.reading(when=lambda r: r.gpus[1].error is not None)
+        assert verdicts(hangs) == [FREE, ("unknown", HANGS)]
+        old = agent.reading(when=lambda r: r.gpus[1].delay_s > 5.5)
+        age_s = old.gpus[1].delay_s
+        assert verdicts(old)[1] == ("unknown", f"{HANGS}; last reading is {age_s:.0f} s old")
+        write_script(script, [Gpu(), Gpu()])
+        assert verdicts(agent.reading(when=lambda r: r.gpus[1].delay_s < 1)) == [FREE, FREE]
 
 
 @pytest.fixture
@@ -452,7 +482,16 @@ def test_a_gpu_that_crashes_the_library_hides_no_other(script: Path) -> None:
     write_script(script, [Gpu(), Gpu(trouble=("crash nvmlDeviceGetComputeMode",)), Gpu()])
     with Agent(script) as agent:
         reading = agent.reading()
-    assert [g.error for g in reading.gpus] == [None, "NVML crashed while it read this GPU", None]
+    assert [g.error for g in reading.gpus] == [None, CRASHED, None]
+
+
+def test_a_gpu_that_begins_to_crash_the_library_keeps_its_values_and_has_the_error(script: Path) -> None:
+    write_script(script, [Gpu(temperature=30), Gpu(temperature=31)])
+    with Agent(script, interval_s=0.2) as agent:
+        agent.reading()
+        write_script(script, [Gpu(temperature=30), Gpu(trouble=("crash nvmlDeviceGetComputeMode",))])
+        reading = agent.reading(when=lambda r: r.gpus[1].error is not None)
+    assert [(g.temperature, g.error) for g in reading.gpus] == [(30, None), (31, CRASHED)]
 
 
 def test_a_gpu_that_is_lost_while_we_watch_keeps_its_name(script: Path) -> None:

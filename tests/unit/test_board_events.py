@@ -99,6 +99,19 @@ def test_other_reasons_to_look_at_a_gpu() -> None:
     assert watch.look(node("gpu01", replace(more, xids=older))) == []
 
 
+def test_a_call_that_hangs_is_one_event_while_its_age_grows() -> None:
+    watch = Watch()
+    watch.look(node("gpu01", made.gpu("gpu01", 0)))
+    words = "NVML hangs: a call on this GPU does not return"
+    found = []
+    for age_s in range(2, 60):
+        reason = f"{words}; last reading is {age_s} s old"
+        hung = made.gpu("gpu01", 0, "unknown", reason=reason, error=words, delay_s=float(age_s))
+        found += watch.look(node("gpu01", hung))
+    assert short(found) == [("error", "gpu01", "0", "", words)]
+    assert watch.look(node("gpu01", made.gpu("gpu01", 0))) == []
+
+
 def test_a_rogue_user_is_one_event_however_many_processes() -> None:
     watch = Watch()
     mine = made.busy("gpu01", 0, "alice")

@@ -3,8 +3,9 @@
 Without NVML the process runs nvidia-smi instead (gpuboard/agent/smi/process.py), less often.
 
 When a call on GPU k hangs, the process is killed and replaced by one that skips k. GPU k is then retried in a process
-of its own, with back-off; until one succeeds its last values are sent with a growing age. A process that cannot be
-killed (a call into the driver does not return) is not waited for, and no second one is started for the same GPU.
+of its own, with back-off; until one succeeds its last values are sent with a growing age and the error. A process that
+cannot be killed (a call into the driver does not return) is not waited for, and no second one is started for the same
+GPU.
 """
 
 import os
@@ -31,12 +32,15 @@ HANGING_S = 3.0  # added to the first answer's deadline once NVML has started: a
 SMI_S = 5.0  # added to the deadline for nvidia-smi
 _EARLY_S = 0.25  # a pass may start this early, to stay aligned with the ticks
 _POLL_S = 0.25  # interval of the checks of a busy process for progress
+_HANGS = "NVML hangs: a call on this GPU %s"
 
 
 class _Stuck:
     """A GPU whose calls hang, and its back-off."""
 
-    def __init__(self, now: float, killed_pid: "Optional[int]", error: str, before: "Optional[_Stuck]") -> None:
+    def __init__(
+        self, now: float, killed_pid: "Optional[int]", error: str, stalled_s: float, before: "Optional[_Stuck]"
+    ) -> None:
         self.wait_s = RETRY_S[0]
         if before is not None and now - before.retry_at < RELAPSE_S:
             self.wait_s = min(2 * before.wait_s, RETRY_S[1])
@@ -44,6 +48,7 @@ class _Stuck:
         self.retry_at: float = now + self.wait_s
         self.killed_pid = killed_pid  # pid of a process that was killed and may not have ended
         self.error = error
+        self.stalled_s = stalled_s  # how long the call that hung was waited for; 0: it crashed
 
     def back_off(self, now: float, killed_pid: "Optional[int]") -> None:
         self.wait_s = min(2 * self.wait_s, RETRY_S[1])
@@ -187,17 +192,25 @@ class Probe:
     def _reading(self, k: int, now: float, describe: "Callable[..., Any]") -> "Dict[str, Any]":
         uuid = (self._facts.get(k) or self._unread(k))["uuid"]
         if k not in self._values:
-            error = self.stuck[k].error if k in self.stuck else "not read yet"
-            return {"uuid": uuid, "error": error}
+            return {"uuid": uuid, "error": self._unread_words(k)}
         values, at = self._values[k]
         reading = dict(values, uuid=uuid)
         if uuid in self._xids:
             reading["xids"] = self._xids[uuid]
+        if k in self.stuck and not reading.get("lost"):  # the error of a lost GPU says why it is lost
+            reading["error"] = self.stuck[k].error
         if now - at >= 0.05:
             reading["delay_s"] = round(now - at, 2)
         _describe(reading, describe)
         reading["mig"] = [_describe(dict(device), describe) for device in reading.get("mig", ())]
         return reading
+
+    def _unread_words(self, k: int) -> str:
+        """Return why a GPU has no values. Without values no ``delay_s`` is sent: the text has the time."""
+        if k not in self.stuck:
+            return "not read yet"
+        stuck = self.stuck[k]
+        return _HANGS % ("has not returned for %.0f s" % stuck.stalled_s) if stuck.stalled_s else stuck.error
 
     def _unread(self, k: int) -> "Dict[str, Any]":
         return {
@@ -303,10 +316,10 @@ class Probe:
         if at in (XIDS, RATES):
             self._do_without(at)
             return
-        self._leave_out(at, killed_pid, "NVML hangs: a call on this GPU has not returned for %.0f s" % stalled_s, now)
+        self._leave_out(at, killed_pid, _HANGS % "does not return", stalled_s, now)
 
-    def _leave_out(self, k: int, killed_pid: "Optional[int]", error: str, now: float) -> None:
-        self.stuck[k] = self._past[k] = _Stuck(now, killed_pid, error, self._past.get(k))
+    def _leave_out(self, k: int, killed_pid: "Optional[int]", error: str, stalled_s: float, now: float) -> None:
+        self.stuck[k] = self._past[k] = _Stuck(now, killed_pid, error, stalled_s, self._past.get(k))
         self.version += 1
         self.start()
 
@@ -320,7 +333,7 @@ class Probe:
         elif at in (XIDS, RATES):
             self._do_without(at)
         elif at is not None:  # it crashed in the driver's library
-            self._leave_out(at, None, "NVML crashed while it read this GPU", now)
+            self._leave_out(at, None, "NVML crashed while it read this GPU", 0.0, now)
         else:
             self.error = "the process that reads NVML has ended"
             self._retry_later(now)
