@@ -217,7 +217,7 @@ class RunsScreen(FilteredScreen):
         self._background.ask(work, lambda found: self._seen(*found), again=self._look)
 
     def _seen(self, entries: list[RunEntry], detail: tuple[str, RunDetail] | None) -> None:
-        if not self.is_attached:
+        if not self.is_attached or not self.query(Grid):  # the board ends: the list goes before its screen
             return
         self._entries = {entry.view.id: entry for entry in entries}
         self._detail = detail
