@@ -172,7 +172,8 @@ class BoardApp(CrashHookApp):
         if not self._welcomed:
             self._welcomed = welcome(self, message.scene)
         if self._passes.quiet_s < _KEY_FIRST_S:
-            self.set_timer(_KEY_FIRST_S, self._show_scene)
+            # By a message: a timer's callback would also run while the app takes its screens apart.
+            self.set_timer(_KEY_FIRST_S, lambda: self.post_message(WorkDone(self._show_scene)))
         else:
             self._show_scene()
 
