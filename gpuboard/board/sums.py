@@ -13,6 +13,7 @@ from gpuboard.model.snapshot import NodeView, judged
 
 # for Counter, which counts in C: 8,000 GPUs per second, most of them equal
 _MODEL_AND_STATE = attrgetter("name", "state")
+_DELAY = attrgetter("delay_s")
 
 
 class Count(NamedTuple):
@@ -31,7 +32,7 @@ class Sums(NamedTuple):
     unreachable: int
     connecting: int  # no reading and no failure yet
     stale: int
-    oldest_s: float | None  # age of the oldest reading, stale and unreachable nodes included; None: no reading
+    oldest_s: float | None  # age of the oldest values, stale and unreachable nodes included; None: no reading
 
     @property
     def free(self) -> int:
@@ -48,14 +49,17 @@ def sums_of(nodes: Sequence[NodeView]) -> Sums:
         for device in gpu.mig:
             pairs[f"{short_model(gpu.name)} {device.profile}", device.state] += 1
     states: Counter[str] = Counter()
-    oldest_s: float | None = None
+    ages = []
+    delayed = any(map(_DELAY, every))
     for node in nodes:
         states["connecting" if node.connecting else node.state] += 1
-        if node.age_s is not None and (oldest_s is None or node.age_s > oldest_s):
-            oldest_s = node.age_s
+        if node.age_s is not None:
+            ages.append(node.age_s + (max(map(_DELAY, judged(node)), default=0.0) if delayed else 0.0))
     models: dict[str, Counter[str]] = {}
     for (name, state), count in (+pairs).items():
         models.setdefault(short_model(name), Counter())[state] += count
     counts = [Count(model, states.total(), states) for model, states in models.items()]
     counts.sort(key=lambda count: (-count.total, count.model))
-    return Sums(counts, len(nodes), states["unreachable"], states["connecting"], states["stale"], oldest_s)
+    return Sums(
+        counts, len(nodes), states["unreachable"], states["connecting"], states["stale"], max(ages, default=None)
+    )

@@ -81,6 +81,12 @@ def test_before_the_first_reading_it_shows_that() -> None:
     assert (scene(awaited("gpu01"), unread("gpu02")).sums.unreachable, cluster().sums.connecting) == (1, 0)
 
 
+def test_the_oldest_values_are_those_of_a_gpu_on_which_a_call_hangs() -> None:
+    found = scene(node("gpu01", [gpu("gpu01", 0), gpu("gpu01", 1, delay_s=70.0)], age_s=2.0), node("gpu02", age_s=9.0))
+    assert found.sums.oldest_s == 72.0
+    assert texts(found, 160)[0].split()[-2:] == ["1m", "·"]
+
+
 def test_sums_count_mig_devices_and_not_their_parents() -> None:
     counts = {count.model: dict(count.states) for count in cluster().sums.models}
     assert counts == {
