@@ -13,6 +13,7 @@ import pytest
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.gpu import GpuScreen
 from gpuboard.board.screens.node import NodeScreen
+from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Pane
 from gpuboard.config import Settings, StateSettings
@@ -88,6 +89,25 @@ async def test_processes_and_graphs_share_the_lines_below_the_gpus_of_a_large_no
         assert screen(app).splitlines()[-3].split()[1] == "bob"  # no empty lines
         await pilot.resize_terminal(160, 48)
         await settle(pilot, lambda: "5 min ago" in screen(app) and screen(app).splitlines()[-3].split()[1:2] == ["bob"])
+
+
+async def test_the_key_of_the_time_span_is_dim_where_no_graph_has_room(tmp_path: Path) -> None:
+    async with opened(tmp_path, "gpu2", (80, 24)) as (app, pilot):
+
+        def enabled() -> bool:
+            (entry,) = [entry for entry in app.screen.query_one(Footer).entries if entry.words == "Time"]
+            return entry.enabled
+
+        assert not enabled()
+        span = app.preferences.graphs
+        await pilot.press("t")
+        assert app.preferences.graphs == span
+        await pilot.resize_terminal(80, 60)
+        await settle(pilot, enabled)
+        await pilot.press("t")
+        await settle(pilot, lambda: app.preferences.graphs != span)
+        await pilot.resize_terminal(80, 24)
+        await settle(pilot, lambda: not enabled())
 
 
 async def test_every_fact_of_a_gpu_is_shown(tmp_path: Path) -> None:

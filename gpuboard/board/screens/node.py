@@ -229,6 +229,7 @@ class NodeScreen(GraphScreen, ActingScreen):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.node_name = name
+        self._has_span = False  # there is room for graphs, or for each GPU's utilization over time
 
     def compose(self) -> ComposeResult:
         yield Pane(id="node")
@@ -268,6 +269,15 @@ class NodeScreen(GraphScreen, ActingScreen):
         grid.set_rows([row for gpu in node.gpus for row in gpu_rows(node, gpu, scene, glyphs, trace, active=active)])
 
         self._show_processes(node, rows, self.size.height - _REST - rows - 2 * height * host.display)
+        if self._has_span != (wide or host.display):
+            self._has_span = not self._has_span
+            self.refresh_bindings()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Show the key of the time span dim where nothing on the screen has one."""
+        if action == "span" and not self._has_span:
+            return None
+        return super().check_action(action, parameters)
 
     def _show_missing(self, scene: Scene) -> None:
         """Show that the scene lacks the node: its last values are not current."""
