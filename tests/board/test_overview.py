@@ -139,7 +139,7 @@ async def test_it_counts_mig_devices_as_the_header_does(tmp_path: Path) -> None:
     async with made.still(tmp_path, shown, (160, 48)) as (app, pilot):
         app.core.history.add(shown.snapshot, seconds_of(shown.snapshot.at))
         await pilot.press("v")
-        await settle(pilot, lambda: "% used  38 free" in screen(app))
+        await settle(pilot, lambda: "% utilized  38 free" in screen(app))
         assert shown.sums.free == 38
         assert [round(free or 0) for free in app.core.history.cluster().free] == [38]
 

@@ -83,8 +83,8 @@ def test_what_the_head_does_not_know_is_a_question_mark() -> None:
 def test_mig_devices_are_listed() -> None:
     lines = text(gpu_lines.head(place(mig("n", 0, "free", "busy")), scene(), 100))
     assert lines[-2:] == [
-        "0:0 3g.40gb  F free: made free; 0.0 GiB of 40 GiB",
-        "0:1 3g.40gb  B busy: made busy; 0.0 GiB of 40 GiB",
+        "0:0 3g.40gb  F free: made free; 0/40G",
+        "0:1 3g.40gb  B busy: made busy; 0/40G",
     ]
 
 
@@ -97,6 +97,14 @@ def test_readings_stand_side_by_side_where_there_is_room() -> None:
     assert lines[0] == "Utilization  90 %  mean 50  peak 50   Memory       60 GiB of 80 GiB"
     assert lines[3] == "Power        540 of 700 W  peak 350   Temperature  64 °C          peak 60"
     assert lines[6] == "     5 min ago ──────────────── now        5 min ago ──────────────── now"
+
+
+@pytest.mark.parametrize(("peak", "top"), [(350, "500|"), (3, "100|"), (None, "100|")])
+def test_the_power_of_a_gpu_without_a_limit_has_a_round_scale(peak: float | None, top: str) -> None:
+    lost = gpu("n", 0, "broken", power=None, power_limit=None)
+    lines = text(gpu_lines.readings(lost, SAMPLES._replace(power=(peak, None)), GraphFrame(50, 2, ASCII)))
+    at = next(number for number, line in enumerate(lines) if line.startswith("Power        ? of ? W"))
+    assert lines[at + 1].split()[0].partition("|")[0] + "|" == top
 
 
 def test_sensors_that_the_driver_does_not_report_are_named_in_one_line() -> None:

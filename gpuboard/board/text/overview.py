@@ -156,7 +156,7 @@ def past_note(facts: OverviewFacts) -> str:
     if not past.times:
         return ""
     used, known = past.utilization[-1], past.free[-1] is not None
-    return f"{'?' if used is None else f'{used:.0f}%'} used  {facts.free if known else '?'} free"
+    return f"{'?' if used is None else f'{used:.0f}%'} utilized  {facts.free if known else '?'} free"
 
 
 def past_lines(facts: OverviewFacts, cells: int, most: int, glyphs: Glyphs) -> list[Runs]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from gpuboard.board.history import slices
@@ -16,6 +16,7 @@ _STEPS = 6  # marks at most
 _STEP_CELLS = 11  # from mark to mark, at least; else there is only the first
 _STROKES = "_-'"  # of a curve in ASCII, from low to high in a cell
 _SHORT_S = 10.0
+_SCALES = tuple(step * 10**power for power in range(9) for step in (1, 2, 5))
 _BRAILLE = 0x2800  # the pattern without dots; Unicode numbers the dots of the two columns from the top
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
@@ -112,6 +113,12 @@ def plot(values: Values, height: int, glyphs: Glyphs, *, high: float) -> list[tu
     labels = ["", *[""] * (height - 2), "0"][:height] if height > 1 else [""]
     labels[0] = f"{high:.0f}"
     return [(f"{label:>{_LABEL}}{glyphs.wall}", line) for label, line in zip(labels, lines, strict=True)]
+
+
+def scale(values: Iterable[float | None]) -> float:
+    """Return a round number that no value exceeds: the scale of a graph seldom changes."""
+    most = max((value for value in values if value is not None), default=0.0)
+    return float(next((scale for scale in _SCALES if scale >= most), most))
 
 
 def _area(width: int) -> int:

@@ -31,7 +31,7 @@ from gpuboard.board.text.gpu_row import (
 )
 from gpuboard.board.text.lines import wrapped
 from gpuboard.board.text.picture import group_words, trouble_role
-from gpuboard.board.text.plots import curve, meter, metered, part_of, per_cell
+from gpuboard.board.text.plots import curve, meter, metered, part_of, per_cell, scale
 from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key, with_values
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
@@ -77,7 +77,7 @@ class Layout(NamedTuple):
             high = 1.0
         elif column == "power":
             limit = of.power_limit if isinstance(of, GpuView) else None
-            high = limit or max((watts for watts in values if watts), default=1)
+            high = limit or scale(values)
         return curve(values, height, self.glyphs, 0.0, high)
 
 

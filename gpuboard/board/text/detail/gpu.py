@@ -14,9 +14,10 @@ from gpuboard.board.text.detail.graphs import Graph, GraphFrame, graph_width, gr
 from gpuboard.board.text.detail.health import evidence
 from gpuboard.board.text.detail.sensors import beside_utilization
 from gpuboard.board.text.detail.topology import legend, matrix, neighbours
-from gpuboard.board.text.format import age, flag_role
+from gpuboard.board.text.format import age, flag_role, pair
 from gpuboard.board.text.gpu_row import RED_HOT, device_slot
 from gpuboard.board.text.lines import NAME, Runs, named, wrapped
+from gpuboard.board.text.plots import scale
 from gpuboard.board.theme.styles import LETTERS
 from gpuboard.model.links import SELF
 from gpuboard.model.snapshot import GpuView, NodeView, shown_flags
@@ -34,6 +35,7 @@ COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclu
 _CELL = 6  # of a matrix of links
 _PERCENT = 5  # cells of the longest percentage
 _MEMORY_WARN = 0.95  # part in use from which allocations are about to fail
+_POWER_LEAST = 100.0  # watts: the top of the graph of a GPU without a limit, at least
 
 
 def head(place: Place, scene: Scene, width: int) -> list[Runs]:
@@ -67,7 +69,7 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
             words += f", {format_duration(max(0.0, until - now))} left, until {local(until, now)}"
         lines += named("Job", words, "", width)
     for device in gpu.mig:
-        used = f"{format_size(device.memory_used)} of {format_size(device.memory_total)}"
+        used = pair(device.memory_used, device.memory_total, 1)
         words = f"{LETTERS.get(device.state, '?')} {device.state}: {device.reason}; {used}"
         lines += named(f"{device_slot(gpu, device)} {device.profile}"[: NAME - 1], words, device.state, width)
     return lines
@@ -84,7 +86,7 @@ def readings(gpu: GpuView, samples: Samples, frame: GraphFrame, further: Sequenc
     total = gpu.memory_total or 0
     total_gib = total / 2**30
     limit = "?" if gpu.power_limit is None else f"{gpu.power_limit:.0f}"
-    power_top = gpu.power_limit or max((p for p in samples.power if p is not None), default=100)
+    power_top = gpu.power_limit or max(_POWER_LEAST, scale(samples.power))
     power = "?" if gpu.power is None else f"{gpu.power:.0f}"
     memory = f"{format_size(gpu.memory_used)} of {format_size(gpu.memory_total)}"
     shared = ", the host's" if gpu.memory_shared else ""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from gpuboard.board.history import HostSamples
 from gpuboard.board.text.detail.graphs import Graph, GraphFrame, graphs
 from gpuboard.board.text.lines import Runs
+from gpuboard.board.text.plots import scale
 from gpuboard.model.snapshot import NodeView
 from gpuboard.model.units import format_size
 
 _MEMORY_WARN = 0.95  # part in use from which processes are about to be killed
-_SCALES = tuple(step * 10**power for power in range(9) for step in (1, 2, 5))
 
 
 def host_graphs(node: NodeView, samples: HostSamples, frame: GraphFrame) -> list[Runs]:
@@ -54,9 +52,3 @@ def rate(value: float | None) -> str:
         if value >= unit:
             return f"{value / unit:.1f} {name}" if value < 10 * unit else f"{value / unit:.0f} {name}"
     return f"{value / 1e3:.0f} kB/s"
-
-
-def scale(values: Iterable[float | None]) -> float:
-    """Return a round number that no value exceeds: the scale of a graph seldom changes."""
-    most = max((value for value in values if value is not None), default=0.0)
-    return float(next((scale for scale in _SCALES if scale >= most), most))

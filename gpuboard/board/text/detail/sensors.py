@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from gpuboard.board.history.activity import PastSensors
 from gpuboard.board.text.detail.graphs import Graph
-from gpuboard.board.text.detail.host import rate, scale
+from gpuboard.board.text.detail.host import rate
 from gpuboard.board.text.format import UNKNOWN
 from gpuboard.board.text.lines import NAME, Runs, named
-from gpuboard.board.text.plots import meter
+from gpuboard.board.text.plots import meter, scale
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.model.gpu import Sensors
 from gpuboard.model.snapshot import GpuView
