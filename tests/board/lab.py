@@ -135,10 +135,16 @@ async def settle(pilot: Pilot[Any], condition: Callable[[], object], timeout_s: 
     """Let the app go on until ``condition`` holds. Raises AssertionError with what is on the screen."""
     until, step_s = time.monotonic() + timeout_s, 0.02
     while not condition():
-        assert time.monotonic() < until, f"not within {timeout_s:.0f} s; on the screen:\n{screen(pilot.app)}"
+        assert time.monotonic() < until, (
+            f"not within {timeout_s:.0f} s, {sizes(pilot)}; on the screen:\n{screen(pilot.app)}"
+        )
         await pilot.pause(step_s)
         step_s = next_step(step_s)
     await pilot.pause()
+
+
+def sizes(pilot: Pilot[Any]) -> str:
+    return f"terminal {pilot.app.size}, screen {pilot.app.screen._compositor.size}"
 
 
 def screen(app: object) -> str:

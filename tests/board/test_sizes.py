@@ -228,7 +228,7 @@ async def test_every_screen_and_dialog_is_after_a_storm_of_sizes_as_when_it_was_
                 for columns, rows in STORM:
                     app.post_message(Resize(Size(columns, rows), Size(columns, rows)))
                 await pilot.resize_terminal(*STORM[-1])
-                await settle(pilot, lambda: app.screen.size == STORM[-1])
+                await settle(pilot, lambda: app.screen._compositor.size == STORM[-1])
                 await pilot.resize_terminal(*other)
                 await check(app, pilot, name, other)
                 await pilot.resize_terminal(*opened)

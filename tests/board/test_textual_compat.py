@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from textual import _time, timer
 from textual.app import App
 from textual.command import CommandList
 from textual.drivers import linux_driver, web_driver
@@ -53,6 +56,20 @@ async def test_the_text_of_a_screen_with_what_is_below_a_dialog() -> None:
         await dialog.mount(Label("above [x]", markup=False))
         await pilot.pause()
         assert compat.screen_text(app) == "above [x]\nbelow\n\n"
+
+
+async def test_a_timer_comes_also_where_the_clock_has_passed_its_time_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    app: App[int] = App()
+    come: list[type[timer.Timer]] = []
+    async with app.run_test():
+        assert type(app.set_timer(60)) is compat.SureTimer
+        for kind in (timer.Timer, compat.SureTimer):
+            one = kind(app, 0.01, callback=partial(come.append, kind), repeat=0)
+            looks, now = itertools.count(), _time.get_time
+            with monkeypatch.context() as late:
+                late.setattr(_time, "get_time", lambda: now() + (1.0 if next(looks) else 0.0))  # noqa: B023
+                await one._run()
+    assert come == [compat.SureTimer]  # textual's own does not: else SureTimer is not needed
 
 
 async def test_a_widget_s_own_height_is_right_after_two_changes_with_a_layout_between_them() -> None:

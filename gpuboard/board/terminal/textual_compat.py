@@ -12,6 +12,7 @@ from io import StringIO
 from typing import Any
 
 from rich.console import Console
+from textual import message_pump
 from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XTermParser
 from textual.app import App
 from textual.command import CommandList, CommandPalette
@@ -21,6 +22,7 @@ from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.message import Message
 from textual.message_pump import MessagePump
+from textual.timer import Timer
 from textual.widget import Widget
 from textual.worker import Worker
 
@@ -57,6 +59,20 @@ def lay_out(widget: Widget) -> None:
     """
     widget._layout_updates += 1
     widget.refresh(layout=True)
+
+
+class SureTimer(Timer):
+    """A timer whose only time comes, however late.
+
+    textual's passes over a time that is past when its task looks at the clock, also over the only one. On a busy
+    machine an app could wait forever for the timer, of 8 ms, that passes a new size on to its screens.
+    """
+
+    def __init__(self, *args: Any, repeat: int | None = None, skip: bool = True, **options: Any) -> None:
+        super().__init__(*args, repeat=repeat, skip=skip and repeat != 0, **options)
+
+
+setattr(message_pump, "Timer", SureTimer)  # noqa: B010  # widgets and screens make theirs there
 
 
 class CrashHookApp(App[int]):
