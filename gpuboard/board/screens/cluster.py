@@ -173,6 +173,10 @@ class ClusterScreen(FilteredScreen, ActingScreen):
                 grid.show(scene, rows)
             count = sum(isinstance(row, Place) for row in rows) if matches else 0
         self._matching = count if matches else None
+        self.call_after_refresh(self._show_beside)  # a key that comes now is drawn before that
+
+    def _show_beside(self) -> None:
+        """Show what stands beside and below the rows."""
         self._show_overview()
         self._show_side()
         self._show_status()
