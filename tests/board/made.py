@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ HOSTILE = [
     "x" * 10_000,
     "\u202eabc",
 ]  # as names of nodes, users and GPUs
+_PARTS = 4  # of a scene, drawn one after the other: what is beside the rows, and up to 96 rows
 STATES = ("free", "reserved", "allocated", "busy", "occupied", "unknown", "broken")
 
 
@@ -167,3 +169,7 @@ async def next_scene(app: BoardApp, pilot: Pilot[int], shown: Scene) -> None:
     """Hand the app a scene and wait until it is drawn."""
     app.post_message(SceneChanged(shown))
     await settle(pilot, lambda: app.scene is shown)
+    for _ in range(_PARTS):
+        drawn = asyncio.Event()
+        app.screen.call_after_refresh(drawn.set)
+        await drawn.wait()

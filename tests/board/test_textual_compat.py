@@ -58,6 +58,27 @@ async def test_the_text_of_a_screen_with_what_is_below_a_dialog() -> None:
         assert compat.screen_text(app) == "above [x]\nbelow\n\n"
 
 
+async def test_a_change_is_drawn_at_once() -> None:
+    drawn: list[str] = []
+
+    class Changed(Widget):
+        text = "before"
+
+        def render(self) -> str:
+            drawn.append(self.text)
+            return self.text
+
+    app: App[int] = App()
+    async with app.run_test() as pilot:
+        await app.screen.mount(changed := Changed())
+        await pilot.pause()
+        changed.text = "after"
+        changed.refresh()
+        assert drawn[-1] == "before"
+        compat.draw_now(changed)
+        assert drawn[-1] == "after"
+
+
 async def test_a_timer_comes_also_where_the_clock_has_passed_its_time_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     app: App[int] = App()
     come: list[type[timer.Timer]] = []

@@ -61,6 +61,16 @@ def lay_out(widget: Widget) -> None:
     widget.refresh(layout=True)
 
 
+def draw_now(widget: Widget) -> None:
+    """Draw what has changed of a widget at once: the effect of a key. textual waits for the next of 60 times a second.
+
+    Not after scrolling, for which textual lays out the screen, nor while it waits for another layout.
+    """
+    if widget.is_attached and not widget.screen._layout_required:
+        widget.screen._dirty_widgets.add(widget)
+        widget.screen._on_timer_update()
+
+
 class SureTimer(Timer):
     """A timer whose only time comes, however late.
 

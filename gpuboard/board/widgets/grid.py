@@ -15,6 +15,7 @@ from textual.geometry import Offset, Region, Size
 from textual.message import Message
 from textual.strip import Strip
 
+from gpuboard.board.terminal.textual_compat import draw_now
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.rows import (
     GAP,
@@ -45,6 +46,7 @@ __all__ = ["HEADER", "RIGHT", "Cell", "Column", "Grid", "LazyRows", "Row"]
 K = TypeVar("K")
 RIGHT = 3  # right mouse button; some terminals do not pass on ctrl-click
 HEADER = 1  # lines above the rows
+_CHECKED = 24  # lines that are checked, and drawn, at once: 15 ms
 _COPIED_MOST = 74_994  # bytes: 100,000 in base64, which is the limit of many terminals; a part would be lost silently
 
 
@@ -140,6 +142,7 @@ class Grid(OnBoard, Dragging, can_focus=True):
         self._space = 0  # the width shared by the columns
         self._widths: dict[int, int] = {}  # by index of a column; columns that do not fit are missing
         self._lines: dict[int, _Drawn] = {}  # by index of a row
+        self._unchecked: list[int] = []  # visible rows whose lines may have changed
         self._base = Style()  # of the widget as it is drawn
         self._drawn_with: Look | None = None
 
@@ -309,32 +312,43 @@ class Grid(OnBoard, Dragging, can_focus=True):
         cursor = index == self._at and row.key == self._cursor
         return line_of(row, cursor=cursor, marked=row.key in self._marks)
 
-    def _touch(self, only: Collection[int] | None = None) -> None:
-        """Redraw the visible lines that have changed; ``only``: check only these."""
-        top, tall = self.scroll_offset.y, self._tall
+    def _touch(self, only: Iterable[int] | None = None) -> None:
+        """Redraw the visible lines that have changed; ``only``: check only these, else some now, and the others later.
+
+        A key that comes meanwhile is drawn before the others.
+        """
         first = self._first
-        last = min(len(self._rows), -(-(top + self._space_below) // tall))
-        width = self.size.width
+        last = min(len(self._rows), -(-(self.scroll_offset.y + self._space_below) // self._tall))
+        if only is not None:
+            self._check(index for index in only if first <= index < last)
+            return
+        if len(self._lines) > last - first or not self._rows:  # fewer rows: clear the lines below them
+            below = last * self._tall - self.scroll_offset.y
+            self.refresh(Region(0, below + HEADER, self.size.width, max(0, self._space_below - below)))
+        self._lines = {index: drawn for index, drawn in self._lines.items() if first <= index < last}
+        is_waiting, self._unchecked = bool(self._unchecked), [*range(first, last)]
+        if not is_waiting:
+            self._check_some()
+
+    def _check_some(self) -> None:
+        """Check the first of the unchecked rows, and go on once they are drawn."""
+        most = max(1, _CHECKED // self._tall)
+        now, self._unchecked = self._unchecked[:most], self._unchecked[most:]
+        self._check(now)
+        if self._unchecked:
+            self.call_after_refresh(self._check_some)
+
+    def _check(self, indexes: Iterable[int]) -> None:
+        """Redraw the lines of these rows that have changed."""
         changed: list[Region] = []
-        lines = {} if only is None else self._lines
-        for index in range(first, last) if only is None else only:
-            if not first <= index < last:
-                self._lines.pop(index, None)
-                continue
-            line = self._line(index)
-            drawn = self._lines.get(index)
+        for index in indexes:
+            line, drawn = self._line(index), self._lines.get(index)
             if drawn is None or drawn.line != line:
-                parts = lines_of(line, tall)
+                parts = lines_of(line, self._tall)
                 strips = {} if drawn is None else {n: s for n, s in drawn.strips.items() if drawn.parts[n] == parts[n]}
-                drawn = _Drawn(line, parts, strips)
-                y = index * tall - top + HEADER
-                changed += (Region(0, y + number, width, 1) for number in range(tall) if number not in strips)
-            lines[index] = drawn
-        if only is None:
-            if len(self._lines) > last - first or not self._rows:  # fewer rows: clear the lines below them
-                below = last * tall - top
-                changed.append(Region(0, below + HEADER, width, max(0, self._space_below - below)))
-            self._lines = lines
+                self._lines[index] = _Drawn(line, parts, strips)
+                y = index * self._tall - self.scroll_offset.y + HEADER
+                changed += (Region(0, y + n, self.size.width, 1) for n in range(self._tall) if n not in strips)
         if changed:
             self.refresh(*changed)
 
@@ -466,7 +480,10 @@ class Grid(OnBoard, Dragging, can_focus=True):
             self.post_message(self.Marked(self, marks))
 
     def action_rows(self, step: int) -> None:
+        scrolled = self.scroll_offset
         self._go(self._at + step, step)
+        if self.scroll_offset == scrolled:
+            draw_now(self)
 
     def action_pages(self, step: int) -> None:
         self._go(self._at + step * self._page, step)

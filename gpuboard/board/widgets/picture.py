@@ -14,6 +14,7 @@ from textual.message import Message
 from gpuboard.board.arrange import Group, NodeRow
 from gpuboard.board.history import History
 from gpuboard.board.scene import Scene
+from gpuboard.board.terminal.textual_compat import draw_now
 from gpuboard.board.text.format import PACK
 from gpuboard.board.text.gpu_cell import CellSize, Ink, line_words
 from gpuboard.board.text.picture import Drawing, Focus, Item, below, cells_of, columns_for, group_words, size_for, split
@@ -129,6 +130,7 @@ class Picture(Grid):
         self._column = next((place for place, other in self._reachable() if other == uuid), self._column)
         self._settle()
         self._touch({self._at})
+        draw_now(self)
         self._send_moved()
 
     def action_step(self, step: int) -> bool:
