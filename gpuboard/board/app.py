@@ -114,7 +114,7 @@ class BoardApp(CrashHookApp):
         self.watches = Watches(self)
         self.follower = Follower(self)
         self._keys = InOrder(self)
-        self._passes = Passes()
+        self._passes = Passes(lambda: core.key_first.quiet_s)
         self.keymap: dict[str, str] = {}
         settings, env = core.settings, core.env
         self.preferences, wrong = preferences.load(env)
@@ -156,7 +156,7 @@ class BoardApp(CrashHookApp):
     async def on_event(self, event: Event) -> None:
         """Handle an event; keys and pastes one after the other."""
         if isinstance(event, Key):
-            self._passes.key()
+            self.core.key_first.key()
         await self._keys.pass_on(event, super().on_event)
 
     def on_resize(self, event: Resize) -> None:
@@ -171,7 +171,7 @@ class BoardApp(CrashHookApp):
         self.watches.look(message.scene)
         if not self._welcomed:
             self._welcomed = welcome(self, message.scene)
-        if self._passes.quiet_s < _KEY_FIRST_S:
+        if self.core.key_first.quiet_s < _KEY_FIRST_S:
             # By a message: a timer's callback would also run while the app takes its screens apart.
             self.set_timer(_KEY_FIRST_S, lambda: self.post_message(WorkDone(self._show_scene)))
         else:

@@ -15,6 +15,7 @@ from gpuboard.board.operations import Operations
 from gpuboard.board.overview.log import EventLog
 from gpuboard.board.scene import Scene
 from gpuboard.board.terminal.crash import report
+from gpuboard.board.terminal.key_first import KeyFirst
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import NodeView, Snapshot, scheduler_words
@@ -58,8 +59,15 @@ class Core:
         self.settings = settings
         self.env = env
         self.interval_s = settings.interval_s(len(nodes))
+        self.key_first = KeyFirst()
         self.fleet = Fleet(
-            nodes, settings, interval_s=self.interval_s, one_shot=False, connector=connector, scheduler=scheduler
+            nodes,
+            settings,
+            interval_s=self.interval_s,
+            one_shot=False,
+            connector=connector,
+            scheduler=scheduler,
+            make_way=self.key_first.make_way,
         )
         self.history = History()
         self._recorder: Recorder | None = None

@@ -48,8 +48,12 @@ class Fleet:
         connector: NodeConnector | None = None,
         scheduler: Scheduler | None = None,
         timing: FleetTiming = TIMING,
+        make_way: Callable[[], None] = lambda: None,
     ) -> None:
-        """``scheduler``: closed together with the fleet."""
+        """``scheduler``: closed together with the fleet.
+
+        ``make_way``: called for each reading and each node of a snapshot; may sleep for some milliseconds.
+        """
         self._settings = settings
         self._interval_s = interval_s
         self._timing = timing
@@ -62,7 +66,8 @@ class Fleet:
 
             self._monitor = SchedulerMonitor(scheduler, settings, self._permit)
         self._permitted: dict[str, Permitted] = {}  # by node, by the scheduler's newest answer
-        self._builder = SnapshotBuilder()
+        self._make_way = make_way
+        self._builder = SnapshotBuilder(make_way)
         self._condition = threading.Condition()
         self._dirty = False
         self._waiting = 0  # threads in wait()
@@ -321,6 +326,7 @@ class Fleet:
         self._feed_changed()
 
     def _feed_changed(self) -> None:
+        self._make_way()
         if not self._dirty or self._waiting:  # one wake-up for all changes before the next wait_change
             with self._condition:
                 self._dirty = True

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from math import inf
 
 _LEAST = 200_000  # new objects before a pass over the youngest generation that waits for nothing
 _PER_NODE = 1_800  # sixty times the lists that a reading of a node of 8 GPUs creates
@@ -35,27 +34,21 @@ class Passes:
     """Passes of the collector at times when no key waits for them."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, collect: Callable[[int], object] = gc.collect
+        self,
+        quiet_s: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+        collect: Callable[[int], object] = gc.collect,
     ) -> None:
+        """``quiet_s``: returns the seconds since the last key."""
+        self._quiet_s = quiet_s
         self._clock = clock
         self._collect = collect
-        self._key_at = -inf
         self._made_at = clock()
         self._made = 0
 
-    @property
-    def quiet_s(self) -> float:
-        """Seconds since the last key."""
-        return self._clock() - self._key_at
-
-    def key(self) -> None:
-        """Take note of a key."""
-        self._key_at = self._clock()
-
     def make(self) -> None:
         """Make a pass if one is due and no key has been pressed lately. Call it again and again."""
-        now = self._clock()
-        if now - self._made_at < _EVERY_S or now - self._key_at < _QUIET_S:
+        if self._clock() - self._made_at < _EVERY_S or self._quiet_s() < _QUIET_S:
             return
         self._made += 1
         self._collect(2 if self._made % _OLDER**2 == 0 else 1 if self._made % _OLDER == 0 else 0)

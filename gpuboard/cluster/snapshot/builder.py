@@ -11,7 +11,7 @@ compare each later one with the first one of a new builder.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -89,7 +89,9 @@ class _NodeMemo:
 class SnapshotBuilder:
     """Builds the snapshots of one fleet. For any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_way: Callable[[], None] = lambda: None) -> None:
+        """``make_way``: called for each node of a snapshot; may sleep."""
+        self._make_way = make_way
         self._lock = threading.Lock()
         self._nodes: dict[str, _NodeMemo] = {}
         self._claims: dict[str, tuple[Reading, list[Claim]]] = {}
@@ -141,6 +143,7 @@ class SnapshotBuilder:
         return found
 
     def _node(self, facts: NodeFacts, held: Held, same_leases: bool, view: View) -> NodeView:
+        self._make_way()
         reading = facts.reading
         age_s = max(0.0, view.now - facts.arrived)
         scheduled = view.scheduled.get(facts.name)
