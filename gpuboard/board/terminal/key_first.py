@@ -12,6 +12,7 @@ from collections.abc import Callable
 from math import inf
 
 _WORK_S, _PAUSE_S = 2e-3, 50e-6  # of a thread with much work: in any pause another one gets the lock
+_QUIET_S = 10.0  # without a key, after which there are no pauses: they cost a twentieth of the time
 _KEY_S = 0.03  # what a key takes at most until it is drawn, where nothing else works
 
 
@@ -36,12 +37,14 @@ class KeyFirst:
         self._key_at = self._clock()
 
     def make_way(self) -> None:
-        """Pause if it is time to: shortly every 2 ms, and once for each key, until it is drawn.
+        """Pause if it is time to: once for each key, until it is drawn, and shortly every 2 ms while keys are pressed.
 
         Called again and again by a thread with much work, which is not the one that draws.
         """
-        now, key_at, own = self._clock(), self._key_at, self._own.__dict__
-        left_s = key_at + _KEY_S - now
+        now, key_at = self._clock(), self._key_at
+        if now - key_at > _QUIET_S:
+            return
+        own, left_s = self._own.__dict__, key_at + _KEY_S - now
         if left_s > 0 and own.get("key_at") != key_at:
             own["key_at"] = key_at
             self._sleep(left_s)
