@@ -164,6 +164,25 @@ async def test_only_visible_rows_are_made_and_only_changed_lines_drawn() -> None
         assert drawn == [4]  # below the header
 
 
+async def test_of_many_rows_some_are_drawn_first_and_none_waits_for_good() -> None:
+    def numbered(words: str) -> list[Row]:
+        return rows(*(f"k{number}" for number in range(60)), words=words)
+
+    async with opened((40, 61)) as (app, grid, pilot):
+        grid.set_rows(numbered("old"))
+        await pilot.pause(0.1)
+        frames: list[int] = []
+        display = app._display
+        app._display = lambda *update: (frames.append(sum("new" in line for line in lines(grid))), display(*update))[1]  # type: ignore[method-assign,func-returns-value]
+        grid.set_rows(numbered("new"))
+        await settle(pilot, lambda: all("new" in line for line in lines(grid)[1:]))
+        assert frames[:3] == [24, 48, 60]
+        for number in range(4):  # without a frame between them
+            grid.set_rows(numbered(f"words {number}"))
+        assert [line.split()[-1] for line in lines(grid)[1:]].count("new") == 0
+        await settle(pilot, lambda: all(line.endswith("words 3") for line in lines(grid)[1:]))
+
+
 async def test_of_a_tall_row_only_the_changed_line_is_drawn() -> None:
     def tall(*below: str) -> list[Row]:
         return [Row("a", (Cell("a"), Cell("state"), Cell("words")), below=lambda: [Cell(text) for text in below])]

@@ -312,7 +312,7 @@ class Grid(OnBoard, Dragging, can_focus=True):
         cursor = index == self._at and row.key == self._cursor
         return line_of(row, cursor=cursor, marked=row.key in self._marks)
 
-    def _touch(self, only: Iterable[int] | None = None) -> None:
+    def _touch(self, only: Collection[int] | None = None) -> None:
         """Redraw the visible lines that have changed; ``only``: check only these, else some now, and the others later.
 
         A key that comes meanwhile is drawn before the others.
@@ -320,23 +320,27 @@ class Grid(OnBoard, Dragging, can_focus=True):
         first = self._first
         last = min(len(self._rows), -(-(self.scroll_offset.y + self._space_below) // self._tall))
         if only is not None:
+            for index in (index for index in only if not first <= index < last):
+                self._lines.pop(index, None)
             self._check(index for index in only if first <= index < last)
             return
         if len(self._lines) > last - first or not self._rows:  # fewer rows: clear the lines below them
             below = last * self._tall - self.scroll_offset.y
             self.refresh(Region(0, below + HEADER, self.size.width, max(0, self._space_below - below)))
         self._lines = {index: drawn for index, drawn in self._lines.items() if first <= index < last}
-        is_waiting, self._unchecked = bool(self._unchecked), [*range(first, last)]
-        if not is_waiting:
-            self._check_some()
+        # those that wait come first: none waits forever, however often rows change
+        self._unchecked = [*dict.fromkeys((*(at for at in self._unchecked if first <= at < last), *range(first, last)))]
+        self._check_some(self._unchecked)
 
-    def _check_some(self) -> None:
-        """Check the first of the unchecked rows, and go on once they are drawn."""
-        most = max(1, _CHECKED // self._tall)
-        now, self._unchecked = self._unchecked[:most], self._unchecked[most:]
-        self._check(now)
-        if self._unchecked:
-            self.call_after_refresh(self._check_some)
+    def _check_some(self, rows: list[int]) -> None:
+        """Check and draw the first of the unchecked rows; then go on, unless other rows have come."""
+        if rows is self._unchecked:
+            most = max(1, _CHECKED // self._tall)
+            self._check(rows[:most])
+            del rows[:most]
+            if rows:
+                draw_now(self)
+                self.call_later(self._check_some, rows)
 
     def _check(self, indexes: Iterable[int]) -> None:
         """Redraw the lines of these rows that have changed."""
