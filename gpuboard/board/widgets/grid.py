@@ -317,19 +317,20 @@ class Grid(OnBoard, Dragging, can_focus=True):
 
         A key that comes meanwhile is drawn before the others.
         """
-        first = self._first
-        last = min(len(self._rows), -(-(self.scroll_offset.y + self._space_below) // self._tall))
+        end = min(len(self._rows), -(-(self.scroll_offset.y + self._space_below) // self._tall))
+        visible = range(self._first, end)
         if only is not None:
-            for index in (index for index in only if not first <= index < last):
-                self._lines.pop(index, None)
-            self._check(index for index in only if first <= index < last)
+            for index in only:
+                if index not in visible:
+                    self._lines.pop(index, None)
+            self._check(index for index in only if index in visible)
             return
-        if len(self._lines) > last - first or not self._rows:  # fewer rows: clear the lines below them
-            below = last * self._tall - self.scroll_offset.y
+        if len(self._lines) > len(visible) or not self._rows:  # fewer rows: clear the lines below them
+            below = end * self._tall - self.scroll_offset.y
             self.refresh(Region(0, below + HEADER, self.size.width, max(0, self._space_below - below)))
-        self._lines = {index: drawn for index, drawn in self._lines.items() if first <= index < last}
+        self._lines = {index: drawn for index, drawn in self._lines.items() if index in visible}
         # those that wait come first: none waits forever, however often rows change
-        self._unchecked = [*dict.fromkeys((*(at for at in self._unchecked if first <= at < last), *range(first, last)))]
+        self._unchecked = [*dict.fromkeys((*(index for index in self._unchecked if index in visible), *visible))]
         self._check_some(self._unchecked)
 
     def _check_some(self, rows: list[int]) -> None:
