@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from gpuboard.shellprobe.connector import NodeConnector
 
 _PACE_S = 1.0  # the longest wait for a change after that pause: ages on the screen grow
-_REST = 19  # pause after a scene, as a multiple of its CPU time: up to 0.1 s a scene, a twentieth of a core at most
-_REST_MOST_S = 2.0
+_REST = 19  # pause after a scene, as a multiple of its CPU time: up to 0.15 s a scene, a twentieth of a core at most
+_REST_MOST_S = 3.0
 _FEW = 8  # nodes: so many are all asked for runs
 _FIND_RUNS_S = 10.0  # between two searches for the nodes that the user uses
 _LOOK_S = 5.0  # how often a node is asked again for the throughput of a GPU on show; it ends after 15 s
