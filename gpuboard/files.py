@@ -12,6 +12,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing would delay the agent, which starts after the config file was looked at
+    from collections.abc import Iterator
     from typing import BinaryIO
 
 PIPE_S = 30.0  # the most that the command of a `<(command)` may take
@@ -50,6 +51,16 @@ def open_regular(path: Path) -> BinaryIO:
     except OSError:
         os.close(fd)
         raise
+
+
+@contextlib.contextmanager
+def open_private(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that may have been replaced by anything. Raises OSError if another user could have written it."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "not a private file of this user", str(path))
+        yield file
 
 
 def write_all(fd: int, data: bytes) -> None:

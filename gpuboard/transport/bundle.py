@@ -1,4 +1,4 @@
-"""The bundle sent to a node: sources of the agent and pynvml, compressed, and the command line that unpacks them."""
+"""The bundle sent to a node: the agent and pynvml, and the command line that unpacks and starts them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
+from itertools import chain
 from pathlib import Path
 
+from gpuboard.agent import bundle_loader
+from gpuboard.transport.bundle_cache import KeptBundle
 from gpuboard.transport.exit_errors import STDIN_READ
 
 # Sent first to a shell that is to start a program. A start-up file that reads standard input consumes part of it, which
@@ -28,11 +31,21 @@ _LOADER = (
     "r=lambda n,b:[b.extend(os.read(0,n-len(b)) or sys.exit(0)) for _ in iter(lambda:len(b)<n,False)] and b;"
     f"h=bytes(r({len(GUARD) + 8},bytearray()));"
     f'h[:{len(GUARD) - 1}]==b"{GUARD.decode().strip()}" and h[{len(GUARD)}:].isdigit() or sys.exit({STDIN_READ});'
-    f'p=zlib.decompress(r(int(h[{len(GUARD)}:]),bytearray())).decode("utf-8").split(chr(0));'
+    f"d=zlib.decompress(r(int(h[{len(GUARD)}:]),bytearray()));n=int(d[:8])+8;"
+    'p=d[8:n].decode("utf-8").split(chr(0));'
     'g={"__name__":"gpuboard.agent.bundle_loader"};'
-    'exec(compile(p[0],"<bundle>/gpuboard/agent/bundle_loader.py","exec"),g);g["run"](p[1:])'
+    'exec(compile(p[0],"<bundle>/gpuboard/agent/bundle_loader.py","exec"),g);g["run"](p[1:],d[n:])'
 )
 _NOT_FOR_NODE = ("gpuboard.agent.launch", "gpuboard.agent.runs")  # half of the agent; a node's role is started most
+# Modules of a node's role that its first reading rarely needs; they are not compiled for it.
+_LATER = (
+    "gpuboard.agent.claims.protocol",
+    "gpuboard.agent.command_runner",
+    "gpuboard.agent.signals",
+    "gpuboard.agent.simulate",
+    "gpuboard.agent.slurm_gpus",
+    "gpuboard.agent.smi",
+)
 _BARE_WORD = re.compile(r"[A-Za-z0-9_@%+=:,./~-]+")
 
 
@@ -46,16 +59,36 @@ def command_line(python: str) -> str:
 def bundle(role: str) -> bytes:
     """Return what the loader reads: GUARD, 8 digits, then that many bytes of zlib.
 
-    Content, separated by NUL: the source of gpuboard.agent.bundle_loader, then pairs of module name and source, as
-    ``sources`` returns them.
+    Content: 8 digits, that many bytes of text, then code (bundle_loader.packed) or nothing. The text, separated by NUL:
+    the source of gpuboard.agent.bundle_loader, then pairs of module name and source, as ``sources`` returns them.
+    For role ``node`` the modules that it always needs are also compiled, where that can be stored for later processes.
     """
-    parts = [_agent_sources()["gpuboard.agent.bundle_loader"]]
-    for name, text in sources(role).items():
-        parts += [name, text]
+    kept = KeptBundle("node" if role == "node" else "launch", _files())
+    found = kept.load()
+    if found is None:
+        found = _made(role, compiled=role == "node" and kept.usable)
+        kept.store(found)
+    return GUARD + b"%08d" % len(found) + found
+
+
+def _made(role: str, *, compiled: bool) -> bytes:
+    modules = sources(role)
+    parts = [_agent_sources()["gpuboard.agent.bundle_loader"], *chain.from_iterable(modules.items())]
     if any("\0" in text for text in parts):
         raise ValueError("a module of the agent has a NUL in its source")
-    packed = zlib.compress("\0".join(parts).encode())  # level 9 takes three times as long for 1 % less
-    return GUARD + b"%08d" % len(packed) + packed
+    text = "\0".join(parts).encode()
+    code = b""
+    if compiled:
+        code = bundle_loader.packed(modules, [name for name in modules if not name.startswith(_LATER)])
+    return zlib.compress(b"%08d" % len(text) + text + code)  # level 9 takes three times as long for 1 % less
+
+
+def _files() -> list[Path]:
+    """Return the files that a bundle is made from; none where they are not files, as in a zip archive."""
+    folder, pynvml = resources.files("gpuboard.agent"), _pynvml_file()
+    if not isinstance(folder, Path) or pynvml is None:
+        return []
+    return [Path(__file__), pynvml, *sorted(folder.rglob("*.py"))]
 
 
 def sources(role: str) -> dict[str, str]:
@@ -102,11 +135,16 @@ def pynvml_source(users: Iterable[str]) -> str:
     Compiling all of it takes a node 60 ms of CPU, a third of an agent's start, and 18 MB (5 MB for this part).
     Raises FileNotFoundError where pynvml is not installed.
     """
-    spec = importlib.util.find_spec("pynvml")  # finds it without importing it
-    if spec is None or spec.origin is None:
+    file = _pynvml_file()
+    if file is None:
         raise FileNotFoundError("pynvml is not installed here; install nvidia-ml-py")
     used = {name for text in users for name in _USED.findall(text)}
-    return reduced(Path(spec.origin).read_text(encoding="utf-8"), used)
+    return reduced(file.read_text(encoding="utf-8"), used)
+
+
+def _pynvml_file() -> Path | None:
+    spec = importlib.util.find_spec("pynvml")  # finds it without importing it
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def reduced(source: str, used: Iterable[str]) -> str:

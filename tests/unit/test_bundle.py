@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import marshal
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -160,15 +162,50 @@ def test_the_source_of_a_module_is_found_in_files_and_in_the_bundle() -> None:
         finder.get_source("a.c")
 
 
-def test_a_traceback_out_of_the_bundle_shows_the_source_line() -> None:
-    parts = ["gpuboard", "", "gpuboard.agent", "", "gpuboard.agent.main", "def main():\n    raise OSError('here')\n"]
-    code = (
+def run_main(module: str, code: bytes) -> subprocess.CompletedProcess[str]:
+    """Run a bundle with this source of gpuboard.agent.main, and ``code``."""
+    parts = ["gpuboard", "", "gpuboard.agent", "", "gpuboard.agent.main", module]
+    program = (
         "from gpuboard.agent import bundle_loader; import sys, traceback\n"
         "del sys.modules['gpuboard'], sys.modules['gpuboard.agent']\n"
-        f"try: bundle_loader.run({parts!r})\n"
+        f"try: bundle_loader.run({parts!r}, {code!r})\n"
         "except OSError: traceback.print_exc()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+
+def test_compiled_modules_are_used_by_the_same_python_alone() -> None:
+    name, source = "gpuboard.agent.main", "def main():\n    print('source')\n"
+    code = bundled.packed({name: source.replace("source", "code")}, [name])
+    assert run_main(source, code).stdout == "code\n"
+    assert run_main(source, b"").stdout == "source\n"
+    of_another = bundled.BYTECODE.replace(b"cpython-3", b"cpython-4")
+    assert of_another != bundled.BYTECODE
+    assert run_main(source, code.replace(bundled.BYTECODE, of_another)).stdout == "source\n"
+
+
+def test_a_bundle_for_a_node_has_compiled_modules_and_still_every_source() -> None:
+    length = len(bundle.GUARD) + 8
+    content = zlib.decompress(bundle.bundle("node")[length:])
+    end = 8 + int(content[:8])
+    parts = content[8:end].decode().split("\0")
+    assert dict(zip(parts[1::2], parts[2::2], strict=True)) == bundle.sources("node")
+    assert content[end:].startswith(bundled.BYTECODE)
+    compiled = marshal.loads(content[end + len(bundled.BYTECODE) :])
+    assert (
+        {"pynvml", "gpuboard.agent.node", "gpuboard.agent.nvml.reader"}
+        <= compiled.keys()
+        < bundle.sources("node").keys()
+    )
+    launch = zlib.decompress(bundle.bundle("launch")[length:])
+    assert len(launch) == 8 + int(launch[:8])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_traceback_out_of_the_bundle_shows_the_source_line(compiled: bool) -> None:
+    name, source = "gpuboard.agent.main", "def main():\n    raise OSError('here')\n"
+    code = bundled.packed({name: source}, [name]) if compiled else b""
+    done = run_main(source, code)
     assert 'File "<bundle>/gpuboard/agent/main.py", line 2, in main' in done.stderr
     assert "    raise OSError('here')" in done.stderr
 

@@ -7,14 +7,11 @@ setting the date does not change; the boot id identifies another boot or another
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -65,7 +62,7 @@ class Cache:
     def load(self) -> CachedAnswer | None:
         """Return what was stored last, the same object while the file is unchanged; None where there is nothing."""
         try:
-            with _opened(self._path) as file:
+            with files.open_private(self._path) as file:
                 status = os.fstat(file.fileno())
                 mark = (status.st_ino, status.st_mtime_ns, status.st_size)
                 if self._read is not None and self._read[0] == mark:
@@ -90,7 +87,7 @@ class Cache:
     def outdated(self) -> float:
         """When a command of this user last changed what Slurm holds; 0.0 if none did since this host was started."""
         try:
-            with _opened(self._mark) as file:
+            with files.open_private(self._mark) as file:
                 boot, at = from_msgpack(file.read(_BYTES_MAX), tuple[str, float])
         except (OSError, ValueError, msgspec.MsgspecError):
             return 0.0
@@ -133,13 +130,3 @@ class Cache:
                 with contextlib.suppress(OSError):
                     if time.time() - path.stat().st_mtime > _KEPT_S:
                         path.unlink()
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that may have been replaced by anything. Raises OSError if another user could have written it."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "not a private file of this user", str(path))
-        yield file
