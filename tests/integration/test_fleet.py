@@ -362,4 +362,8 @@ def test_a_killed_client_leaves_nothing_on_a_node_whose_nvml_hangs(nodes: Cluste
     for name in names:
         until(lambda name=name: not nodes[name].processes(user="alice"), f"{name} is empty", 20)  # type: ignore[misc]
         assert files(nodes, name) == before[name]
-    assert {path.name for path in nodes.home("alice").iterdir()} == {".ssh"}
+    # The home is the client's, too, which keeps the bundle.
+    assert {path.name for path in nodes.home("alice").iterdir()} == {".ssh", ".cache"}
+    assert [path.name for path in nodes.home("alice").glob(".cache/*/*")] == [
+        f"bundle-node-{sys.implementation.cache_tag}"
+    ]
