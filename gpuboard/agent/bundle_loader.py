@@ -46,7 +46,7 @@ class Finder:
     def get_code(self, name: str) -> "CodeType":
         """Return a module's code."""
         if name in self._compiled:
-            code = marshal.loads(self._compiled[name])  # type: CodeType
+            code = marshal.loads(self._compiled.pop(name))  # type: CodeType  # a module is imported once
         else:
             code = compile(self._sources[name], self._file(name), "exec", dont_inherit=True)
         return code
