@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from gpuboard.board.theme.themes import BoardTheme
 
 T = TypeVar("T")
-_KEY_FIRST_S = 0.05  # a scene that comes sooner after a key waits this long: the key's effect is drawn first
+KEY_FIRST_S = 0.05  # a scene that comes sooner after a key waits this long: the key's effect is drawn first
 _SAVE_S = 0.5  # debounce: preferences are written this long after the last change
 _LAST_SAVE_S = 0.2  # limit for the write at exit: the home may be on a file system that hangs
 
@@ -171,9 +171,9 @@ class BoardApp(CrashHookApp):
         self.watches.look(message.scene)
         if not self._welcomed:
             self._welcomed = welcome(self, message.scene)
-        if self.core.key_first.quiet_s < _KEY_FIRST_S:
+        if self.core.key_first.quiet_s < KEY_FIRST_S:
             # By a message: a timer's callback would also run while the app takes its screens apart.
-            self.set_timer(_KEY_FIRST_S, lambda: self.post_message(WorkDone(self._show_scene)))
+            self.set_timer(KEY_FIRST_S, lambda: self.post_message(WorkDone(self._show_scene)))
         else:
             self._show_scene()
 

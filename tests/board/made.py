@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from textual.pilot import Pilot
 
-from gpuboard.board.app import BoardApp, SceneChanged
+from gpuboard.board.app import KEY_FIRST_S, BoardApp, SceneChanged
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.cluster import ClusterScreen
@@ -166,7 +166,8 @@ async def at_cluster(
 
 
 async def next_scene(app: BoardApp, pilot: Pilot[int], shown: Scene) -> None:
-    """Hand the app a scene and wait until it is drawn."""
+    """Hand the app a scene and wait until it is drawn; right after a key it would come later."""
+    await settle(pilot, lambda: app.core.key_first.quiet_s > KEY_FIRST_S)
     app.post_message(SceneChanged(shown))
     await settle(pilot, lambda: app.scene is shown)
     for _ in range(_PARTS):
