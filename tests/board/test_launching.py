@@ -313,10 +313,8 @@ async def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
         await lab.settle(pilot, lambda: state(app) == "done")
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-async def test_a_launch_that_is_given_up_leaves_nothing(
-    exp: Exp, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("left", ["at once", "later", "by going elsewhere"])
+async def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Halted(subprocess.Popen[bytes]):
         """A launch that halts at its start: the dialog is left before there is a run."""
 
@@ -331,14 +329,14 @@ async def test_a_launch_that_is_given_up_leaves_nothing(
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
         await fill_all(pilot, exp, "sleep.py", gpus="2")
         monkeypatch.setattr(subprocess, "Popen", Halted)
-        await pilot.press("enter")
+        await pilot.press("enter", *["escape"] * (left == "at once"))
         await lab.settle(pilot, lambda: bool(core.starter.started))
         (started,) = core.starter.started
-        if elsewhere:
+        if left == "by going elsewhere":
             app.go_to("node:sim01")
-        else:
+        elif left == "later":
             await pilot.press("escape")
-        assert started.cancelled
+        await lab.settle(pilot, lambda: started.cancelled)
         started.process.send_signal(signal.SIGCONT)
         await lab.settle(pilot, lambda: started.over)
         await lab.settle(pilot, lambda: not core.starter.started)

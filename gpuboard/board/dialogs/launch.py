@@ -242,7 +242,7 @@ class LaunchDialog(Dialog[str]):
 
         def started(launch: StartedRun) -> None:
             board.follower.follow()
-            if not self.is_attached:
+            if self not in board.screen_stack:  # it has been left; it may be attached a little longer
                 _cancel(launch)
                 return
             self._started = launch
