@@ -181,6 +181,11 @@ async def test_of_many_rows_some_are_drawn_first_and_none_waits_for_good() -> No
             grid.set_rows(numbered(f"words {number}"))
         assert not any("new" in line for line in lines(grid))
         await settle(pilot, lambda: all(line.endswith("words 3") for line in lines(grid)[1:]))
+        grid.in_parts = False
+        frames.clear()
+        grid.set_rows(numbered("new"))
+        await settle(pilot, lambda: all("new" in line for line in lines(grid)[1:]))
+        assert frames[:1] == [60]
 
 
 async def test_of_a_tall_row_only_the_changed_line_is_drawn() -> None:

@@ -27,7 +27,9 @@ def test_a_thread_pauses_every_2_ms_and_once_for_each_key() -> None:
         return [*pauses]
 
     assert work(10) == []
+    assert not keys.pressed
     keys.key()
+    assert keys.pressed
     assert work(5) == [29.0, 0.05, 0.05]
     assert work(6) == [0.05] * 3
     keys.key()
@@ -39,6 +41,7 @@ def test_a_thread_pauses_every_2_ms_and_once_for_each_key() -> None:
     assert work(1) == [0.05]  # it has been drawn
     now += 10.0
     assert work(10) == []
+    assert not keys.pressed
 
 
 def test_each_thread_pauses_for_a_key() -> None:

@@ -158,7 +158,8 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         if self._single != (len(scene.snapshot.nodes) == 1):
             with self._cursor_kept():
                 self._single = not self._single
-        grid = self.grid
+        grid, pressed = self.grid, self.board.core.key_first.pressed
+        grid.in_parts = pressed
         grid.set_empty(_NO_MATCH if matches else _NO_NODES)
         if isinstance(grid, Picture):
             nodes = arrange_nodes(scene, self.view, matches)
@@ -173,7 +174,10 @@ class ClusterScreen(FilteredScreen, ActingScreen):
                 grid.show(scene, rows)
             count = sum(isinstance(row, Place) for row in rows) if matches else 0
         self._matching = count if matches else None
-        self.call_after_refresh(self._show_beside)  # a key that comes now is drawn before that
+        if pressed:
+            self.call_after_refresh(self._show_beside)  # a key that comes now is drawn before that
+        else:
+            self._show_beside()
 
     def _show_beside(self) -> None:
         """Show what stands beside and below the rows."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from math import inf
 
 _WORK_S, _PAUSE_S = 2e-3, 50e-6  # of a thread with much work: in any pause another one gets the lock
-_QUIET_S = 10.0  # without a key, after which there are no pauses: they cost a twentieth of the time
+_QUIET_S = 10.0  # without a key, after which none is expected: pauses cost a twentieth of the time
 _KEY_S = 0.03  # what a key takes at most until it is drawn, where nothing else works
 
 
@@ -31,6 +31,11 @@ class KeyFirst:
     def quiet_s(self) -> float:
         """Seconds since the last key."""
         return self._clock() - self._key_at
+
+    @property
+    def pressed(self) -> bool:
+        """Whether keys are pressed at this time, so that the next one may come any moment."""
+        return self.quiet_s <= _QUIET_S
 
     def key(self) -> None:
         """Take note of a key."""

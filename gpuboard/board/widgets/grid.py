@@ -142,6 +142,7 @@ class Grid(OnBoard, Dragging, can_focus=True):
         self._space = 0  # the width shared by the columns
         self._widths: dict[int, int] = {}  # by index of a column; columns that do not fit are missing
         self._lines: dict[int, _Drawn] = {}  # by index of a row
+        self.in_parts = True  # many rows are drawn in parts: a key that comes meanwhile is drawn before the rest
         self._unchecked: list[int] = []  # visible rows whose lines may have changed
         self._base = Style()  # of the widget as it is drawn
         self._drawn_with: Look | None = None
@@ -336,7 +337,7 @@ class Grid(OnBoard, Dragging, can_focus=True):
     def _check_some(self, rows: list[int]) -> None:
         """Check and draw the first of the unchecked rows; then go on, unless other rows have come."""
         if rows is self._unchecked:
-            most = max(1, _CHECKED // self._tall)
+            most = max(1, _CHECKED // self._tall) if self.in_parts else len(rows)
             self._check(rows[:most])
             del rows[:most]
             if rows:
