@@ -42,7 +42,7 @@ class KeptBundle:
         return False
 
     def load(self) -> bytes | None:
-        """Return the bundle that was stored; None where there is none, or its sources have changed since."""
+        """Return the bundle that was stored; None where nothing is stored, or its sources have changed since."""
         try:
             with files.open_private(self._path) as file:
                 kept = from_msgpack(file.read(_BYTES_MAX), _Kept)
