@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
+import socket
 import stat
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,22 @@ def test_the_socket_of_a_dead_connection_has_no_effect(lab: Lab) -> None:
     assert lab.status("gpu01")["gpu01"]["error"] is None
 
 
+def test_a_process_that_is_ending_listens_but_does_not_answer(transport: str) -> None:
+    """Linux closes what a killed process has open one by one, its sockets of sessions before the one that listens."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as ending:
+        ending.bind(path := f"{folder}/socket")
+        ending.listen()
+
+        def end() -> None:
+            select.select([ending], [], [])  # somebody has connected
+            ending.close()
+
+        closing = threading.Thread(target=end)
+        closing.start()
+        assert not control_sockets.answers(path, timeout_s=60)
+        closing.join()
+
+
 def test_connections_that_the_user_shares_are_used_and_not_stopped(lab: Lab, nodes: Cluster) -> None:
     gpu01, gpu02 = nodes["gpu01"], nodes["gpu02"]
     lab.config(
@@ -69,6 +88,7 @@ def test_connections_that_the_user_shares_are_used_and_not_stopped(lab: Lab, nod
         assert (logins(gpu01) - before[0], logins(gpu02) - before[1]) == (1, 1)
         assert list(lab.here.path(STATE).iterdir()) == []
         assert lab.here.run(["ssh", "-O", "check", "gpu01"]).returncode == 0
+        assert control_sockets.answers(str(lab.here.path("/srv/home/alice/.ssh/own-gpu02")))
         master.terminate()
     # a connection that is not open yet is opened as in ssh_config
     lab.here.run(["ssh", "-O", "exit", "gpu01"], check=True)

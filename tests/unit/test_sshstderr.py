@@ -101,8 +101,6 @@ def test_a_proxy_command_without_a_connection_is_shown() -> None:
         (255, "mux_client_request_session: read from master failed: Broken pipe\r\n"
          "Failed to connect to new control master\r\n", (False, True, False), "lost",
          "the connection was lost: Failed to connect to new control master"),
-        (255, "debug1: Control master terminated unexpectedly\r\n", (True, True, True), "lost",
-         "the connection was lost: ssh gave no reason"),
         (255, "mux_client_request_session: read from master failed: Broken pipe\r\n", (False, True, True), "lost",
          "the connection was lost: mux_client_request_session: read from master failed: Broken pipe"),
         (255, "Permission denied (publickey).\r\n", (False, True, False), "auth",

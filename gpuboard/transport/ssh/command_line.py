@@ -78,6 +78,10 @@ class SshRoute:
         """Return whether its shared connection is open."""
         return self._master() is not None
 
+    def answers(self) -> bool:
+        """Return whether its shared connection is open and its process not about to end; takes up to seconds."""
+        return control_sockets.answers(self._master())
+
     def session(self, command: str) -> list[str]:
         """Return the command line that runs ``command`` there without asking anything."""
         return [*self._call(*_BATCH, *self._sharing(interactive=False)), "--", self.host.name, command]

@@ -18,6 +18,7 @@ from gpuboard.transport.command import Command
 
 PERSIST_S, TYPED_PERSIST_S = 10, 60
 _STOP_S = 30.0
+_ANSWER_S = 5.0  # of a process on a busy machine
 # sun_path has 108 bytes with its NUL, and ssh first binds the socket under its name with 17 characters appended.
 _LONGEST = 107 - 17 - len("/0123456789abcdefp")
 
@@ -47,6 +48,22 @@ def alive(path: str | None) -> bool:
         except OSError:
             return False
     return True
+
+
+def answers(path: str | None, timeout_s: float = _ANSWER_S) -> bool:
+    """Return whether the process that shares a connection at ``path`` works; one that is ending may still listen.
+
+    ssh greets whoever connects (PROTOCOL.mux of OpenSSH, "Connection setup"). Waits at most ``timeout_s``.
+    """
+    if path is None:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeout_s)
+        try:
+            probe.connect(path)
+            return bool(probe.recv(1))
+        except OSError:
+            return False
 
 
 def stop(socket_paths: Iterable[str]) -> None:

@@ -20,7 +20,7 @@ from gpuboard.transport.process import ChildChannel, Exit
 from gpuboard.transport.spawn import spawn
 from gpuboard.transport.ssh import errors
 from gpuboard.transport.ssh.command_line import SshRoute, SshRoutes
-from gpuboard.transport.ssh.openssh_errors import explain_ssh
+from gpuboard.transport.ssh.openssh_errors import SSH_FAILED, explain_ssh
 from gpuboard.transport.ssh.single_flight import Dropped, retry_dropped
 
 if TYPE_CHECKING:
@@ -194,5 +194,5 @@ class _Attempt:
             timeout_s=self._transport.routes.timeout_s,
             connected=self.connected_yet,
             was_alive=self._reported,
-            alive=self._route.alive(),
+            alive=ending.code == SSH_FAILED and self._route.answers(),
         )

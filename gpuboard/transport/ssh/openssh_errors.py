@@ -35,7 +35,6 @@ _DROPPED = re.compile(
     r"(?:kex|ssh)_exchange_identification: (.*)|banner exchange: (.*)|(Connection (?:closed|reset) by .*)"
 )
 _KILLED = "the agent was killed by a signal"
-_MASTER_ENDED = "debug1: Control master terminated unexpectedly"
 _BROKEN = re.compile(
     r"Timeout, server |client_loop: |Connection to .* closed by |Connection reset |Read from remote host "
     r"|Failed to connect to new control master|mux_client_\w+: (?:read from master failed|.*: Broken pipe)"
@@ -57,14 +56,14 @@ def explain_ssh(
     """Return why a session over ssh has ended.
 
     ``hop``: the jump host before it, or empty; ``connected``: the agent has sent output; ``python``: its interpreter;
-    ``alive``: the shared connection is still open; ``was_alive``: it was open at some time.
+    ``alive``: the shared connection still works; ``was_alive``: it was open at some time.
     """
     text = stderr.decode("utf-8", "replace")
     lines = [clean(line) for line in text.splitlines() if line.strip() and not _CHATTER.match(line)]
     if code != SSH_FAILED:
         return explain_exit(code, "\n".join(lines).encode(), python)
     broken = next((line for line in reversed(lines) if _BROKEN.match(line)), "")
-    if alive and not broken and _MASTER_ENDED not in text:  # a killed process's socket closes after its sessions
+    if alive and not broken:
         if connected or not lines:  # ssh does not report signals; nothing else ends a session like this
             return TransportError("exited", _KILLED)
     elif connected or (was_alive and all(map(_BROKEN.match, lines))):
