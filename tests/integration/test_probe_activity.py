@@ -53,6 +53,7 @@ def test_gpm_is_reported_of_all_gpus_and_throughput_of_the_one_looked_at(tmp_pat
             Gpu(gpm=GPM, mig=(Mig("MIG-0"),)),
             Gpu(gpm=GPM, trouble=(f"fault nvmlGpmSampleGet {nvml.NO_PERMISSION}",)),
             Gpu(gpm={}, throughput=(-1, -1)),
+            Gpu(gpm=GPM),
         ],
     )
     seen: dict[str, Sensors] = {}
@@ -68,7 +69,7 @@ def test_gpm_is_reported_of_all_gpus_and_throughput_of_the_one_looked_at(tmp_pat
         until(measured, "all that can be measured")
         look(agent, gpus[0].uuid)
         last = agent.reading(when=lambda reading: sensors(reading.gpus[0]).nvlink_max is not None).gpus
-    first, looked, *others = (seen[gpu.uuid] for gpu in gpus)
+    first, looked, *others, unlinked = (seen[gpu.uuid] for gpu in gpus)
     assert first == replace(
         BASE, sm_activity=85, sm_occupancy=41, tensor_activity=61, tensor_hmma=61, dram_activity=100,
         pcie_sent=int(1200.5 * MIB), pcie_received=300 * MIB, nvlink_sent=8000 * MIB, nvlink_received=9000 * MIB,
@@ -77,6 +78,7 @@ def test_gpm_is_reported_of_all_gpus_and_throughput_of_the_one_looked_at(tmp_pat
         BASE, pcie_sent=5_000_000, pcie_received=7_000_000, nvlink_max=50_000_000_000
     )
     assert others == [BASE] * 4
+    assert unlinked == replace(first, nvlink_sent=None, nvlink_received=None)
     assert sensors(last[0]) == replace(first, nvlink_max=50_000_000_000), "GPM takes the place of the counters"
     assert sensors(last[1]) == BASE, "another GPU is looked at now"
 

@@ -110,6 +110,7 @@ class _Gpm:
 
     def __init__(self, handle: "Any") -> None:
         self.handle = handle
+        self.linked = bool(_active(handle))  # without NVLinks the driver reports their throughput as 0
         self.samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
         self.sampled = False
 
@@ -127,6 +128,8 @@ class _Gpm:
         found = {}
         for number, (name, _, factor) in enumerate(_METRICS):
             metric = request.metrics[number]
+            if name.startswith("nvlink") and not self.linked:
+                continue
             if metric.nvmlReturn == pynvml.NVML_SUCCESS and 0 <= metric.value < _ABSURD:
                 found[name] = int(metric.value * factor + 0.5) if factor > 1 else min(100, int(metric.value + 0.5))
         return found
