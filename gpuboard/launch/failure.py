@@ -14,7 +14,7 @@ from gpuboard.launch import events
 from gpuboard.launch.causes.advice import advice
 from gpuboard.launch.causes.cause import Cause, FailureKind, Symptom, symptom_of
 from gpuboard.launch.causes.effects import Failures, among_effects
-from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text
+from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text, without_advice
 from gpuboard.launch.causes.stderr import CHILD_FAILED
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
@@ -354,7 +354,7 @@ class FailureWatch:
         failed = event.origin if event.origin in self.ranks else event.rank
         rank = self.ranks[failed]
         held = cuda_memory_text(event.message, rank.local_rank, self.gpu_processes.get(rank.node, {}))
-        message = held or clean(" ".join(event.message.split()), 400)  # on one line
+        message = held or clean(" ".join(without_advice(event.message).split()), 400)  # on one line
         place = f" at {clean(event.file)}:{event.line}" if event.file else ""
         place += f" in {clean(event.function)}" if event.function and event.function != "<module>" else ""
         phases = {

@@ -161,6 +161,23 @@ def test_out_of_memory_is_reported_with_its_evidence() -> None:
     assert failed.exit_code() == 137
 
 
+ILLEGAL_ACCESS = (
+    "CUDA error: an illegal memory access was encountered\n"
+    "Search for `cudaErrorIllegalAddress' in https://docs.nvidia.com/cuda/ for more information.\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+
+
+def test_a_cuda_error_is_reported_without_torchs_general_advice() -> None:
+    failing = watch()
+    feed(failing, Raised(1, "torch.AcceleratorError", ILLEGAL_ACCESS, "/exp/train.py", 41))
+    error = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered at /exp/train.py:41"
+    assert failing.messages[0] == f"rank 1 (gpu01:3) failed: {error}"
+    assert "CUDA_LAUNCH_BLOCKING=1" in failing.messages[1]
+
+
 # The form of torch's message since 2.2
 CUDA_OOM = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.75 GiB is "

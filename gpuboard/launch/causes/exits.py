@@ -59,6 +59,11 @@ def code_text(code: int, origin: str = "", *, tells_exceptions: bool = True) -> 
     return f"ended with exit code {code}" + (f" ({meaning})" if meaning else "")
 
 
+def without_advice(message: str) -> str:
+    """Return a CUDA error of torch without the general advice that torch adds in further lines; others unchanged."""
+    return message.partition("\n")[0] if message.startswith("CUDA error: ") else message
+
+
 def cuda_memory_text(message: str, local_rank: int, processes: Mapping[int, str]) -> str | None:
     """Return who holds the memory of a GPU, from torch's message; None for another message.
 
