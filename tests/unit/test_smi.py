@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,23 @@ def test_the_newest_schema_is_read_field_by_field() -> None:
         "recovery_action": "none",
     }
     assert state(gpu(listing, 0)) == ("free", "no process, no reservation")
+
+
+def test_a_real_gpu_at_work_is_as_nvml_described_it_a_second_before() -> None:
+    [found] = xml("v13-h200-580").gpus
+    nvml = json.loads((DATA / "v13-h200-580.nvml.json").read_bytes())
+    facts, values = nvml["facts"], nvml["values"]
+    assert found.facts | {"memory_total": 0, "memory_reserved": 0} == facts | {"memory_total": 0, "memory_reserved": 0}
+    for key in ("memory_total", "memory_reserved"):
+        assert abs(found.facts[key] - facts[key]) <= MIB  # nvidia-smi rounds
+    assert abs(found.values["memory_used"] - values["memory_used"]) <= 2 * MIB  # v2's, without the reserved
+    assert found.values["processes"] == [tuple(one) for one in values["processes"]]
+    near = {"temperature": 3, "power": 15, "utilization": 5}
+    for key, most in near.items():
+        assert abs(found.values[key] - values[key]) <= most
+    known = set(values) - set(near) - {"memory_used", "processes"}
+    assert {key: found.values[key] for key in known} == {key: values[key] for key in known}
+    assert state(found) == ("busy", "owner hidden: process (pid 1258)")
 
 
 def test_mig_devices_are_reported_as_unknown() -> None:
