@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gpuboard.model.gpu import Load
@@ -85,3 +86,18 @@ def test_sm_time_that_cannot_be_read_is_unknown(tmp_path: Path, code: int) -> No
         reading = agent.reading()
     assert (percents(reading), reading.gpus[0].error, reading.gpus[0].memory_used) == ([None], None, GIB)
     assert loads(reading)[me].host_memory
+
+
+def test_samples_that_take_long_are_read_less_often(tmp_path: Path) -> None:
+    """On an H200 they take 2 ms of CPU a GPU: most of a reading."""
+    script, me = tmp_path / "script", os.getpid()
+    slow = ("slow nvmlDeviceGetProcessUtilization 50",)  # ms: by its share the next would be due after 10 s
+    gpu = Gpu(processes=(("compute", me, GIB),), samples=((me, 80, 0.1),), trouble=slow)
+    write_script(script, [gpu])
+    with Agent(script, interval_s=0.5) as agent:
+        first = agent.reading()
+        write_script(script, [msgspec.structs.replace(gpu, used=GIB, samples=((me, 60, 0.1),))])
+        later = agent.reading(when=lambda reading: reading.gpus[0].memory_used == GIB)
+        agent.reading(when=lambda reading: percents(reading) == [60])
+    assert percents(first) == [80]
+    assert percents(later) == [80] or later.at - first.at >= 5, "read again after 5 s"
