@@ -45,6 +45,8 @@ from gpuboard.errors import GpuboardError
 from gpuboard.keeper import client as keeper
 
 if TYPE_CHECKING:
+    from rich.terminal_theme import TerminalTheme
+
     from gpuboard.board.theme.themes import BoardTheme
 
 T = TypeVar("T")
@@ -131,6 +133,7 @@ class BoardApp(CrashHookApp):
         self.may_restart = False  # whether the caller starts gpuboard with ``next`` after this app
         self.next: list[str] | None = None  # the command and arguments to continue with
         self._crashed = False
+        self._ansi: tuple[str, TerminalTheme] | None = None  # theme, its numbered colours
         self.look: Look = self.themes[self.theme_in_use].look(self._glyphs)
         for name, theme in self.themes.items():
             theme.textual.name = name
@@ -229,6 +232,13 @@ class BoardApp(CrashHookApp):
             self.notify(warning, severity="warning", timeout=12, markup=False)
 
     # Themes and preferences
+
+    @property
+    def ansi_theme(self) -> TerminalTheme:
+        """The terminal's numbered colours, looked up once a theme: textual wants them for every line that it draws."""
+        if self._ansi is None or self._ansi[0] != self.theme:
+            self._ansi = self.theme, super().ansi_theme
+        return self._ansi[1]
 
     def use_theme(self, name: str) -> None:
         self.theme_in_use = name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import cast
 
 from gpuboard.board.history import slices
 from gpuboard.board.text.format import UNKNOWN
@@ -24,7 +25,10 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> list[float | None]:
     """Return the highest value in each of the ``count`` newest bins (``slices``) of ``bin_s``; None: it has none."""
     found = _slices(tuple(times), bin_s, count)
-    return [max([value for value in values[first:end] if value is not None], default=None) for first, end in found]
+    if None in values:
+        return [max([value for value in values[first:end] if value is not None], default=None) for first, end in found]
+    whole = cast("Sequence[float]", values)
+    return [max(whole[first:end], default=None) for first, end in found]
 
 
 _slices = lru_cache(maxsize=64)(slices)  # the same for all graphs of a GPU

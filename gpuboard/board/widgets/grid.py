@@ -346,17 +346,17 @@ class Grid(OnBoard, Dragging, can_focus=True):
 
     def _check(self, indexes: Iterable[int]) -> None:
         """Redraw the lines of these rows that have changed."""
-        changed: list[Region] = []
+        changed: list[tuple[int, int]] = []  # row, line of it
         for index in indexes:
             line, drawn = self._line(index), self._lines.get(index)
             if drawn is None or drawn.line != line:
                 parts = lines_of(line, self._tall)
                 strips = {} if drawn is None else {n: s for n, s in drawn.strips.items() if drawn.parts[n] == parts[n]}
                 self._lines[index] = _Drawn(line, parts, strips)
-                y = index * self._tall - self.scroll_offset.y + HEADER
-                changed += (Region(0, y + n, self.size.width, 1) for n in range(self._tall) if n not in strips)
+                changed += ((index, number) for number in range(self._tall) if number not in strips)
         if changed:
-            self.refresh(*changed)
+            top, width = HEADER - self.scroll_offset.y, self.size.width  # slow: once for all
+            self.refresh(*(Region(0, top + index * self._tall + number, width, 1) for index, number in changed))
 
     def render_lines(self, crop: Region) -> list[Strip]:
         base, width = self.visual_style.rich_style, self.scrollable_content_region.width  # slow: once for all

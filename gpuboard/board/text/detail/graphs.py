@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -17,6 +18,7 @@ from gpuboard.board.theme.styles import Glyphs
 _TWO_COLUMNS = 72  # least width for two graphs side by side
 _GAP = 3  # cells between them
 _TRACKS = "⠉", "."  # in Unicode and ASCII
+_RUNS = re.compile(" +|[^ ]+")
 
 
 class GraphFrame(NamedTuple):
@@ -107,18 +109,24 @@ def _lines(graph: Graph, frame: GraphFrame) -> list[Runs]:
 @lru_cache(maxsize=32)  # with short bins a plot stays as it is for some seconds
 def _drawn(values: tuple[float | None, ...], frame: GraphFrame, scale: Scale) -> list[Runs]:
     """Return the lines of a plot, each of the full width."""
-    rows = plot(values, frame.height, frame.glyphs, high=scale.high)
     each = per_cell(frame.glyphs)
     cells = [[value for value in values[at : at + each] if value is not None] for at in range(0, len(values), each)]
-    roles = ["" if not known else "dim" if frame.dim else scale.role_of(max(known)) for known in cells]
+    roles = [None if not known else "dim" if frame.dim else scale.role_of(max(known)) for known in cells]
+    spans: list[tuple[int, int, str | None]] = []  # columns of one role; None: nothing is known there
+    for role, run in groupby(roles):
+        start = spans[-1][1] if spans else 0
+        spans.append((start, start + sum(1 for _ in run), role))
     lines: list[Runs] = []
-    for number, (label, area) in enumerate(rows):
+    for number, (label, area) in enumerate(plot(values, frame.height, frame.glyphs, high=scale.high)):
         track = _TRACKS[frame.glyphs.ascii] if number == 0 else " "
-        marks = [
-            (track, "dim") if mark == " " and known else (mark, role)
-            for mark, role, known in zip(area, roles, cells, strict=True)
-        ]
-        joined = [("".join(mark for mark, _ in run), role) for role, run in groupby(marks, key=lambda one: one[1])]
+        parts = [part for start, end, role in spans for part in _parts(area[start:end], role, track)]
         rest = frame.width - len(label) - len(area)
-        lines.append([(label, "dim"), *joined, *([(" " * rest, "")] if rest > 0 else [])])
+        lines.append([(label, "dim"), *parts, *([(" " * rest, "")] if rest > 0 else [])])
     return lines
+
+
+def _parts(text: str, role: str | None, track: str) -> list[tuple[str, str]]:
+    """Return a part of a plot's line, with the track where its line is not."""
+    if role is None:
+        return [(text, "")]
+    return [(track * len(run), "dim") if run[0] == " " else (run, role) for run in _RUNS.findall(text)]
