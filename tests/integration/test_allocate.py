@@ -107,14 +107,14 @@ def test_the_utilization_of_a_program_that_has_ended_is_waited_out(here: Here) -
     here.gpus([Gpu(utilization=78)])
     with here.start("allocate", "--n", "1", "--detach", "--for", "5m", "--format", "json") as process:
         assert process.stderr is not None
-        assert "utilization without a process" in process.stderr.readline()
+        assert "busy without a visible process" in process.stderr.readline()
         here.gpus([Gpu()])
         said, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert len(json.loads(said)["lease"]["gpus"]) == 1
     # more GPUs than those would be: refused at once
     here.gpus([Gpu(utilization=78)])
-    assert "utilization without" not in here.run("allocate", "--n", "2").stderr
+    assert "without a visible" not in here.run("allocate", "--n", "2").stderr
 
 
 def test_an_import_error_fails_closed(here: Here, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from gpuboard.errors import UsageError
 from gpuboard.leases.picks import parse_picks
-from gpuboard.leases.policy.candidates import check
+from gpuboard.leases.policy.candidates import check, without_utilization
 from gpuboard.leases.policy.choose import choose, pair_scores
 from gpuboard.model.request import Choice, ChosenGpu, Pick, Refusal, Request
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView, Snapshot
 from gpuboard.model.state import STATES
 from tests.calls import calls_of
 
@@ -53,6 +53,16 @@ def refused(request: Request, *nodes: NodeView) -> Refusal:
     answer = choose(request, cluster(*nodes))
     assert isinstance(answer, Refusal), answer
     return answer
+
+
+def test_only_utilization_without_a_process_is_looked_past() -> None:
+    process = ProcessView(1, "bob", "python", GIB, "compute")
+    lingering, working = gpu(0, state="busy", utilization=78), gpu(1, state="busy", utilization=78, processes=[process])
+    prohibited = gpu(2, state="busy", utilization=0)
+    mixed = NodeView(name="gpu01", state="up", gpus=[lingering, working, prohibited])
+    found, names = without_utilization(cluster(mixed, node("gpu02", "bf")), busy=5)
+    assert names == ["gpu01"]
+    assert [[each.state for each in one.gpus] for one in found.nodes] == [["free", "busy", "busy"], ["busy", "free"]]
 
 
 def test_a_model_that_no_gpu_has_is_said_to_match_none() -> None:

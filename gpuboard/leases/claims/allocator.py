@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import threading
 import time
@@ -22,7 +21,7 @@ from gpuboard.keeper.client import KeeperError, KeptNode
 from gpuboard.leases.claims import client
 from gpuboard.leases.ledger import Progress
 from gpuboard.leases.output.formats import Allocation
-from gpuboard.leases.policy.candidates import is_current
+from gpuboard.leases.policy.candidates import is_current, without_utilization
 from gpuboard.leases.policy.choose import choose
 from gpuboard.leases.rank_map import LOOPBACK, rank_map, reachable_addresses
 from gpuboard.leases.recheck import conflict_since
@@ -46,8 +45,8 @@ _NVML_READS = 3  # of a node whose NVML is still starting; one that hangs fails 
 _ROUNDS = 40  # sets tried before the request is refused
 _POLL_S = 2.0  # between two polls while waiting; grows to _POLL_MAX_S
 _POLL_MAX_S = 10.0
-_ECHO_S = 3.0  # the driver's samples of utilization outlive a program by up to 2 s (H200, driver 580)
-_ECHO_POLL_S = 0.3
+_LINGERS_S = 3.0  # utilization is reported for up to 2 s after a program's end (H200, driver 580)
+_LINGERS_POLL_S = 0.3
 
 
 class ClaimsAllocator:
@@ -141,7 +140,7 @@ class ClaimsAllocator:
         notes: list[str] = []
         answer = self._first_answer(request)
         if wait_s is None:
-            answer = self._after_echo(request, answer)
+            answer = self._unless_it_lingers(request, answer)
         for _ in range(_ROUNDS):
             while isinstance(answer, Refusal):
                 if self._slow and not self._waited_for_slow and answer.code != NeverPossible.exit_code:
@@ -171,22 +170,18 @@ class ClaimsAllocator:
             Refusal(4, f"other users reserved first {_ROUNDS} times in a row; try again or --wait", nearest="--wait")
         )
 
-    def _after_echo(self, request: Request, answer: Choice | Refusal) -> Choice | Refusal:
+    def _unless_it_lingers(self, request: Request, answer: Choice | Refusal) -> Choice | Refusal:
         """Return the policy's answer once the utilization of programs that have just ended is no longer reported.
 
         Otherwise the second of two launches in a script is refused. Waits only where that decides.
         """
-        until = time.monotonic() + _ECHO_S
+        until = time.monotonic() + _LINGERS_S
         while isinstance(answer, Refusal) and answer.code != NeverPossible.exit_code and time.monotonic() < until:
-            snapshot = self._snapshot()
-            quiet = _without_echo(snapshot, self._settings.state.busy_utilization)
-            names = [now.name for now, then in zip(snapshot.nodes, quiet.nodes, strict=True) if now is not then]
+            quiet, names = without_utilization(self._snapshot(), self._settings.state.busy_utilization)
             if not names or isinstance(self._choose(request, quiet), Refusal):
                 break
-            self._progress(
-                "waiting for a new reading: utilization without a process, perhaps of one that has just ended"
-            )
-            time.sleep(_ECHO_POLL_S)
+            self._progress("waiting: busy without a visible process; perhaps a program has just ended")
+            time.sleep(_LINGERS_POLL_S)
             self._check_abandoned()
             self._failed.update(self._refresh(names))
             answer = self._choose(request, self._snapshot())
@@ -519,23 +514,6 @@ def _refuse_unreached(snapshot: Snapshot) -> None:
     words = [f"{folded(names)}: {error}" for error, names in by_error.items()]
     more = f"; and {len(words) - 4} more reasons" if len(words) > 4 else ""
     raise NoNodeReached(f"no node could be reached: {'; '.join(words[:4])}{more}")
-
-
-def _without_echo(snapshot: Snapshot, busy_utilization: int) -> Snapshot:
-    """Return the snapshot with the GPUs free that are busy by their utilization alone; the same nodes where none is."""
-    return msgspec.structs.replace(
-        snapshot, nodes=[_node_without_echo(node, busy_utilization) for node in snapshot.nodes]
-    )
-
-
-def _node_without_echo(node: NodeView, busy_utilization: int) -> NodeView:
-    gpus = [
-        msgspec.structs.replace(gpu, state="free")
-        if gpu.state == "busy" and not gpu.processes and (gpu.utilization or 0) >= busy_utilization
-        else gpu
-        for gpu in node.gpus
-    ]
-    return node if all(map(operator.is_, gpus, node.gpus)) else msgspec.structs.replace(node, gpus=gpus)
 
 
 def _jittered(pause_s: float) -> float:

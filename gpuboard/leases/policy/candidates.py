@@ -84,6 +84,21 @@ def is_current(node: NodeView) -> bool:
     return node.state == "up" and node.error is None
 
 
+def without_utilization(snapshot: Snapshot, busy: int) -> tuple[Snapshot, list[str]]:
+    """Return the snapshot as if GPUs without a process were free, and the nodes that have such GPUs.
+
+    ``busy``: percent of utilization from which on a GPU is busy.
+    """
+    nodes = [msgspec.structs.replace(node, gpus=[_quiet(gpu, busy) for gpu in node.gpus]) for node in snapshot.nodes]
+    names = [now.name for now, then in zip(snapshot.nodes, nodes, strict=True) if now.gpus != then.gpus]
+    return msgspec.structs.replace(snapshot, nodes=nodes), names
+
+
+def _quiet(gpu: GpuView, busy: int) -> GpuView:
+    lingers = gpu.state == "busy" and not gpu.processes and (gpu.utilization or 0) >= busy
+    return msgspec.structs.replace(gpu, state="free") if lingers else gpu
+
+
 def evaluate(request: Request, snapshot: Snapshot, own: Collection[str]) -> list[Candidate]:
     """Return all GPUs, by node and index, and the MIG devices that the request may mean.
 
