@@ -222,7 +222,8 @@ def progress(context: Context):  # type: ignore[no-untyped-def]
         if context.shows_progress:
             if text or shown:
                 show_progress(text, context)
-            shown.add(text)
+            if text:
+                shown.add(text)
         elif text.partition(": ")[2] not in shown and text:  # a log file: changes only
             shown.add(text.partition(": ")[2])
             report(text)

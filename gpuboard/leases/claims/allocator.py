@@ -185,7 +185,6 @@ class ClaimsAllocator:
             self._check_abandoned()
             self._failed.update(self._refresh(names))
             answer = self._choose(request, self._snapshot())
-        self._progress("")
         return answer
 
     def _choose_with_slow(self, request: Request) -> Choice | Refusal:
