@@ -292,7 +292,7 @@ class _Reader:
     def _sensors(self, k: int, state: "Optional[int]") -> "Dict[str, int]":
         """Return the Sensors that the driver reports, given the performance state (32: unknown)."""
         handle = self.handles[k]
-        if k not in self.clocks:
+        if self.clocks.get(k) is None:
             self.clocks[k] = _ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
         encoder = _ask(pynvml.nvmlDeviceGetEncoderUtilization, handle)
         decoder = _ask(pynvml.nvmlDeviceGetDecoderUtilization, handle)
