@@ -174,10 +174,10 @@ def age_of(node: NodeView, gpu: GpuView) -> float | None:
     return None if node.age_s is None else node.age_s + gpu.delay_s
 
 
-def activity(gpu: GpuView, of: str) -> int | None:
-    """Return the activity of the SMs (``of`` "sm") or the tensor cores ("tensor") in percent; None: not reported."""
-    read = gpu.sensors
-    return None if read is None else read.sm_activity if of == "sm" else read.tensor_activity
+def sensor(gpu: GpuView, name: str) -> int | None:
+    """Return a value of ``Sensors`` (model/gpu.py) by its name, such as ``sm_activity``; None: not reported."""
+    value: int | None = None if gpu.sensors is None else getattr(gpu.sensors, name)
+    return value
 
 
 def _memory(place: Place, scene: Scene) -> float | None:
@@ -196,8 +196,8 @@ SORTS: Mapping[str, Callable[[Place, Scene], Any]] = {
     "model": lambda place, scene: natural(place.gpu.name),
     "memory": _memory,
     "utilization": lambda place, scene: place.gpu.utilization,
-    "sm": lambda place, scene: activity(place.gpu, "sm"),
-    "tensor": lambda place, scene: activity(place.gpu, "tensor"),
+    "sm": lambda place, scene: sensor(place.gpu, "sm_activity"),
+    "tensor": lambda place, scene: sensor(place.gpu, "tensor_activity"),
     "power": lambda place, scene: place.gpu.power,
     "temperature": lambda place, scene: place.gpu.temperature,
     "user": _user,

@@ -82,8 +82,11 @@ class CompositeLedger:
 
     def rest(self) -> Scope:
         """Return the scope without the nodes that a ledger before the last one covers. Raises NoNodeReached."""
+        return self._beyond(self._ledgers[:-1])
+
+    def _beyond(self, ledgers: Sequence[Ledger]) -> Scope:
         scope = self._scope()
-        covered = {name for ledger in self._ledgers[:-1] for name in ledger.covers(scope.nodes)}
+        covered = {name for ledger in ledgers for name in ledger.covers(scope.nodes)}
         if not covered:
             return scope
         return msgspec.structs.replace(scope, nodes=tuple(node for node in scope.nodes if node.name not in covered))
@@ -159,13 +162,17 @@ class CompositeLedger:
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of the caller as it was allocated, or ``n`` GPUs of it."""
-        for ledger in self._ledgers[:-1]:
+        unreached: NoNodeReached | None = None
+        for number, ledger in enumerate(self._ledgers, 1):
             try:
                 return ledger.existing(text, n)
-            except NoSuchLease:
-                if not self.rest().nodes:  # no other ledger has a node
-                    raise
-        return self._ledgers[-1].existing(text, n)
+            except NoNodeReached as error:
+                unreached = unreached or error
+            except NoSuchLease as error:
+                missing = error
+                if unreached is None and not self._beyond(self._ledgers[:number]).nodes:  # no later one has a node
+                    break
+        raise unreached or missing
 
     def _of(self, nodes: Sequence[Node], *, ask: bool = True) -> tuple[Ledger, Collection[str]]:
         """Return the first ledger that covers one of ``nodes``, and the names of those that it covers."""

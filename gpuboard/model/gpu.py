@@ -179,8 +179,8 @@ class Xid(msgspec.Struct, frozen=True, gc=False):
 class GpuReading(msgspec.Struct, frozen=True, gc=False):
     """The reading of one GPU. A field is None when NVML has no value; ``error`` is set when the whole GPU failed.
 
-    Fields that change at nearly every reading are also in ``reading.GpuNumbers`` and in the snapshot builder
-    (``_gpu_without_numbers``, ``_with_numbers``), so that such a change costs no new decision about the GPU's state.
+    Fields that change at nearly every reading are also in ``reading.GpuNumbers`` and in the snapshot builder, so that
+    such a change costs no new decision about the GPU's state. All places: "A value of a GPU" in docs/architecture.md.
     """
 
     uuid: str

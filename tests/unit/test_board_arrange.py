@@ -66,7 +66,7 @@ def test_every_sort_keeps_every_row(sort: str, reverse: bool) -> None:
 
 
 def test_an_unknown_sort_or_group_of_an_older_version_changes_nothing() -> None:
-    assert keys(ViewState(sort="fan", group="rack")) == keys(ViewState())
+    assert keys(ViewState(sort="nonsense", group="rack")) == keys(ViewState())
 
 
 def counts(**states: int) -> Tally:

@@ -7,7 +7,7 @@ import pytest
 
 from gpuboard.cluster.feed import backoff_s
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, Process
-from gpuboard.model.reading import Claim, Event, Hello, Reading, Static
+from gpuboard.model.reading import Claim, Event, GpuNumbers, Hello, Reading, Static
 from gpuboard.transport import limits
 from gpuboard.transport.limits import Budget, Exceeded, check_line, check_message
 
@@ -52,6 +52,10 @@ def gpu(**changes: object) -> GpuReading:
 def reading(*gpus: GpuReading, claims: int = 0) -> Reading:
     claim = Claim(lease="a", uuid="GPU-0", uid=1, owner="a", state="live", since=0.0, until=9.0)
     return Reading(seq=1, at=0.0, interval_s=1.0, gpus=list(gpus), claims=[claim] * claims)
+
+
+def test_the_numbers_that_are_counted_are_those_that_are_sent() -> None:
+    assert limits._NumbersOutline.__struct_fields__ == GpuNumbers.__struct_fields__
 
 
 PROCESSES = [Process(1, "compute")] * 8192

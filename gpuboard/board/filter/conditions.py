@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
-from gpuboard.board.arrange import activity, age_of, as_gpu
+from gpuboard.board.arrange import age_of, as_gpu, sensor
 from gpuboard.board.filter.language import Key, Language, Term
 from gpuboard.board.filter.matchers import exactly, named, one_of, percent, person, place, quantity, size, text, word
 from gpuboard.board.scene import Scene
@@ -169,8 +169,8 @@ KEYS: Mapping[str, GpuKey] = {
     "free": _memory(_free, "free", "the memory free, free>40GiB"),
     "total": _memory(lambda gpu: gpu.memory_total, "total", "the total memory, total>40GiB"),
     "util": _quantity("a percentage", lambda node, gpu: gpu.utilization, percent, "util<10", "<"),
-    "sm": _quantity("SMs at work in percent", lambda node, gpu: activity(gpu, "sm"), percent, "sm<10", "<"),
-    "tensor": _quantity("tensor cores at work in percent", lambda node, gpu: activity(gpu, "tensor"), percent,
+    "sm": _quantity("SMs at work in percent", lambda node, gpu: sensor(gpu, "sm_activity"), percent, "sm<10", "<"),
+    "tensor": _quantity("tensor cores at work in percent", lambda node, gpu: sensor(gpu, "tensor_activity"), percent,
                         "tensor<10", "<"),
     "temp": _quantity("degrees Celsius", lambda node, gpu: gpu.temperature, parse_number, "temp>80", ">"),
     "power": _quantity("watts", lambda node, gpu: gpu.power, _watts, "power>300", ">"),

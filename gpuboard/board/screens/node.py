@@ -11,7 +11,7 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
-from gpuboard.board.arrange import activity, natural_nodes, users_of
+from gpuboard.board.arrange import natural_nodes, sensor, users_of
 from gpuboard.board.gpu_actions import ActingScreen, GraphScreen
 from gpuboard.board.history import History, Span
 from gpuboard.board.scene import Place, Scene
@@ -185,7 +185,7 @@ def _gpu_cells(
         Cell(*owner(gpu, scene)),
         *_memory_cells(gpu, gpu.state, glyphs),
         known(percent(gpu.utilization)),
-        *([known(percent(activity(gpu, of))) for of in ("sm", "tensor")] if active else []),
+        *([known(percent(sensor(gpu, of))) for of in ("sm_activity", "tensor_activity")] if active else []),
         *([Cell(trace(gpu.uuid), gpu.state)] if trace else []),
         degrees(gpu),
         watts(gpu),
@@ -263,7 +263,7 @@ class NodeScreen(GraphScreen, ActingScreen):
             empty = f"no GPUs known{' yet' if node.connecting else ''}: no reading from this node"
         grid.set_empty(empty)
         wide = self.size.width >= _TRACE_FROM
-        active = self.size.width >= _ACTIVITY_FROM and any(activity(gpu, "sm") is not None for gpu in node.gpus)
+        active = self.size.width >= _ACTIVITY_FROM and any(sensor(gpu, "sm_activity") is not None for gpu in node.gpus)
         grid.set_columns(gpu_columns(span if wide else None, active=active, index=index_width(node.gpus)))
         trace = partial(_trace, history, span, glyphs) if wide else None
         grid.set_rows([row for gpu in node.gpus for row in gpu_rows(node, gpu, scene, glyphs, trace, active=active)])

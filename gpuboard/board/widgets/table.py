@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from gpuboard.board.arrange import Group, activity, age_of, key_of, users_of
+from gpuboard.board.arrange import Group, age_of, key_of, sensor, users_of
 from gpuboard.board.arrange import Row as Item
 from gpuboard.board.history import History
 from gpuboard.board.scene import Place, Scene
@@ -135,8 +135,8 @@ _OF_GPU: Mapping[str, Callable[[GpuTable, Place], Cell]] = {
     "model": lambda table, at: Cell(short_model(at.gpu.name)),
     "memory": lambda table, at: table.memory(at.gpu),
     "utilization": lambda table, at: known(percent(at.gpu.utilization)),
-    "sm": lambda table, at: known(percent(activity(at.gpu, "sm"))),
-    "tensor": lambda table, at: known(percent(activity(at.gpu, "tensor"))),
+    "sm": lambda table, at: known(percent(sensor(at.gpu, "sm_activity"))),
+    "tensor": lambda table, at: known(percent(sensor(at.gpu, "tensor_activity"))),
     "spark": lambda table, at: table.curve(at.gpu),
     "power": lambda table, at: watts(at.gpu),
     "temperature": lambda table, at: degrees(at.gpu),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gpuboard.board.arrange import activity, age_of, users_of
+from gpuboard.board.arrange import age_of, sensor, users_of
 from gpuboard.board.filter.conditions import ALIASES
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.format import reason_beside
@@ -158,11 +158,11 @@ def _short_model(device: DeviceRow) -> Cell:
     return Cell(clean(short_model(_model(device)), 64))
 
 
-def _activity(of: str) -> StatusColumn:
+def _activity(title: str, of: str) -> StatusColumn:
     return StatusColumn(
-        Column(of.upper(), right=True, least=4),
-        measured(lambda gpu: None if (value := activity(gpu, of)) is None else f"{value}%"),
-        {f"{of}_activity_percent": of_gpu(lambda gpu: activity(gpu, of))},
+        Column(title, right=True, least=4),
+        measured(lambda gpu: None if (value := sensor(gpu, of)) is None else f"{value}%"),
+        {f"{of}_percent": of_gpu(lambda gpu: sensor(gpu, of))},
     )
 
 
@@ -196,8 +196,8 @@ COLUMNS: dict[str, StatusColumn] = {
         measured(lambda gpu: None if gpu.utilization is None else f"{gpu.utilization}%"),
         {"utilization_percent": of_gpu(lambda gpu: gpu.utilization)},
     ),
-    "sm": _activity("sm"),
-    "tensor": _activity("tensor"),
+    "sm": _activity("SM", "sm_activity"),
+    "tensor": _activity("TENSOR", "tensor_activity"),
     "temp": StatusColumn(
         Column("TEMP", right=True, least=4),
         measured(lambda gpu: None if gpu.temperature is None else f"{gpu.temperature}°C"),
