@@ -45,8 +45,7 @@ _NVML_READS = 3  # of a node whose NVML is still starting; one that hangs fails 
 _ROUNDS = 40  # sets tried before the request is refused
 _POLL_S = 2.0  # between two polls while waiting; grows to _POLL_MAX_S
 _POLL_MAX_S = 10.0
-_LINGERS_S = 3.0  # utilization is reported for up to 2 s after a program's end (H200, driver 580)
-_LINGERS_POLL_S = 0.3
+_LINGERS_READS, _LINGERS_POLL_S = 10, 0.3  # utilization is reported up to 2 s after a program's end (H200, driver 580)
 
 
 class ClaimsAllocator:
@@ -175,8 +174,9 @@ class ClaimsAllocator:
 
         Otherwise the second of two launches in a script is refused. Waits only where that decides.
         """
-        until = time.monotonic() + _LINGERS_S
-        while isinstance(answer, Refusal) and answer.code != NeverPossible.exit_code and time.monotonic() < until:
+        for _ in range(_LINGERS_READS):
+            if not isinstance(answer, Refusal) or answer.code == NeverPossible.exit_code:
+                break
             quiet, names = without_utilization(self._snapshot(), self._settings.state.busy_utilization)
             if not names or isinstance(self._choose(request, quiet), Refusal):
                 break
