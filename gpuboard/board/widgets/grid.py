@@ -326,7 +326,7 @@ class Grid(OnBoard, Dragging, can_focus=True):
                     self._lines.pop(index, None)
             self._check(index for index in only if index in visible)
             return
-        if len(self._lines) > len(visible) or not self._rows:  # fewer rows: clear the lines below them
+        if len(self._lines) > len(visible):  # fewer rows: clear the lines below them
             below = end * self._tall - self.scroll_offset.y
             self.refresh(Region(0, below + HEADER, self.size.width, max(0, self._space_below - below)))
         self._lines = {index: drawn for index, drawn in self._lines.items() if index in visible}
