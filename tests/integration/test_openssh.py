@@ -64,7 +64,7 @@ def test_a_process_that_is_ending_listens_but_does_not_answer(transport: str) ->
         ending.listen()
 
         def end() -> None:
-            select.select([ending], [], [])  # somebody has connected
+            select.select([ending], [], [])  # a client has connected
             ending.close()
 
         closing = threading.Thread(target=end)

@@ -126,7 +126,7 @@ class _Reader:
         self.shared: "Set[int]" = set()  # GPUs whose only memory is the host's
         self.clocks: "Dict[int, Optional[int]]" = {}  # highest SM clock, MHz: it never changes, and takes 2 ms to read
         self.samples: "Dict[int, Tuple[float, Dict[int, int]]]" = {}  # when they are read next, SM percentages by pid
-        self.fanless: "Set[int]" = set()  # GPUs that have said so, which takes them as long as most readings together
+        self.fanless: "Set[int]" = set()  # GPUs without a fan: to ask them takes as long as most readings together
         self.layout: "Dict[int, Optional[List[str]]]" = {}  # the MIG devices of each GPU, None: MIG is off
         pynvml.nvmlInit()
         self.driver = terms.text(_ask(pynvml.nvmlSystemGetDriverVersion))

@@ -53,7 +53,7 @@ def alive(path: str | None) -> bool:
 def answers(path: str | None, timeout_s: float = _ANSWER_S) -> bool:
     """Return whether the process that shares a connection at ``path`` works; one that is ending may still listen.
 
-    ssh greets whoever connects (PROTOCOL.mux of OpenSSH, "Connection setup"). Waits at most ``timeout_s``.
+    ssh greets every client (PROTOCOL.mux of OpenSSH, "Connection setup"). Waits at most ``timeout_s``.
     """
     if path is None:
         return False
