@@ -19,7 +19,7 @@ from gpuboard.board.text.gpu_row import RED_HOT, device_slot
 from gpuboard.board.text.lines import NAME, Runs, named, wrapped
 from gpuboard.board.text.plots import scale
 from gpuboard.board.theme.styles import LETTERS
-from gpuboard.model.links import SELF
+from gpuboard.model.links import SELF, UNKNOWN
 from gpuboard.model.snapshot import GpuView, NodeView, shown_flags
 from gpuboard.model.units import format_duration, format_size, ranges, seconds_of
 
@@ -175,7 +175,7 @@ def links(place: Place, width: int) -> list[Runs]:
 def neighbour_line(place: Place, width: int) -> list[Runs]:
     """Return the links in one line: ``NV18 GPU 1-3; SYS GPU 4-7``."""
     found = neighbours(place.gpu, place.node)
-    if found and not legend(place.node):
+    if found and all(word == UNKNOWN for word, _ in found):
         return named("Links", "not readable", "unknown", width)
     words = "; ".join(f"{word} GPU {ranges(indexes)}" for word, indexes in found)
     return named("Links", words or "the only GPU of its node", "", width)
