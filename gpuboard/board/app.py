@@ -15,7 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.command import CommandPalette, SearchIcon
 from textual.driver import Driver
 from textual.events import Event, Key, Resize
-from textual.filter import LineFilter
+from textual.filter import ANSIToTruecolor, LineFilter
 from textual.keys import KEY_DISPLAY_ALIASES
 from textual.message import Message
 
@@ -308,6 +308,13 @@ class BoardApp(CrashHookApp):
         else:
             found = [*super().get_line_filters()]
         return [*found, AsciiFilter()] if self._glyphs is ASCII else found
+
+    def own_line_filters(self) -> Sequence[LineFilter]:
+        """Return the filters for lines of which the theme gives all styles: an exact one needs no translation."""
+        found = self.get_line_filters()
+        if (theme := self.themes.get(self.theme)) is None or not theme.exact:
+            return found
+        return [one for one in found if not isinstance(one, ANSIToTruecolor)]
 
     def get_key_display(self, binding: Binding) -> str:
         """Return how a key is shown: by name on ASCII terminals where its sign is not ASCII."""

@@ -12,6 +12,7 @@ import pytest
 from rich.segment import Segment
 from textual.color import Color
 from textual.command import CommandPalette
+from textual.filter import ANSIToTruecolor
 from textual.screen import ModalScreen
 
 from gpuboard.board.app import BoardApp
@@ -20,6 +21,8 @@ from gpuboard.board.terminal.guard import is_utf8
 from gpuboard.board.theme import themes
 from gpuboard.board.theme.styles import ROLES, THEMED, UNICODE
 from gpuboard.board.theme.themes import BoardTheme
+from gpuboard.board.widgets.grid import Grid
+from gpuboard.board.widgets.pane import Pane
 from gpuboard.config import Settings
 from tests.board.lab import board, environment, make_core, screen, settle
 from tests.board.made import busy, gpu, node, scene, still
@@ -191,6 +194,26 @@ async def test_the_palette_shows_a_theme_while_it_is_highlighted_and_escape_brin
     again = BoardApp(make_core(tmp_path))
     assert again.theme == "high-contrast"
     again.core.close()
+
+
+def test_an_exact_theme_has_no_colour_of_the_terminal() -> None:
+    assert {name for name, theme in ours().items() if theme.exact} == set(COLOURED)
+
+
+@pytest.mark.parametrize("name", COLOURED)
+async def test_textual_has_nothing_to_translate_in_lines_of_an_exact_theme(tmp_path: Path, name: str) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        app.use_theme(name)
+        await settle(pilot, lambda: "free" in screen(app))
+        await pilot.press("space")  # a selected row, too
+        await settle(pilot, lambda: "1 selected" in screen(app))
+        translation = ANSIToTruecolor(app.ansi_theme)
+        drawn = [widget for kind in (Grid, Pane) for widget in app.screen.query(kind) if widget.size.height]
+        assert len(drawn) >= 3
+        for widget in drawn:
+            assert not any(isinstance(one, ANSIToTruecolor) for one in widget.get_line_filters())
+            for line in widget.render_lines(widget.size.region):
+                assert [*line] == translation.apply([*line], widget.background_colors[1])
 
 
 async def test_the_cells_of_states_have_the_theme_s_colours(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ class BoardTheme(msgspec.Struct, frozen=True):
     title: str
     textual: Theme
     styles: Mapping[str, Style]
+    exact: bool = False  # no colour of it is the terminal's own
 
     def look(self, glyphs: Glyphs) -> Look:
         return Look(self.styles, glyphs)
@@ -96,7 +97,17 @@ def check(name: str, theme_file: ThemeFile, file: str) -> BoardTheme:
     styles |= {
         key: themefile.style(value, f"{file}: roles.{key}", _rich_color) for key, value in theme_file.roles.items()
     }
-    return BoardTheme(clean(theme_file.title, 60) or name, textual, styles)
+    of_terminal = theme_file.ansi or any(
+        "ansi" in value for value in (*theme_file.colors.values(), *variables.values())
+    )
+    exact = not of_terminal and all(map(_is_exact, styles.values()))
+    return BoardTheme(clean(theme_file.title, 60) or name, textual, styles, exact)
+
+
+def _is_exact(style: Style) -> bool:
+    """Return whether textual draws a style as it is: it translates the terminal's colours, and dim to a colour."""
+    colors = [color for color in (style.color, style.bgcolor) if color is not None]
+    return not style.dim and all(color.triplet is not None for color in colors)
 
 
 def _color(text: str, where: str) -> Color:

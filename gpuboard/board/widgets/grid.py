@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
+from textual.filter import LineFilter
 from textual.geometry import Offset, Region, Size
 from textual.message import Message
 from textual.strip import Strip
@@ -357,6 +358,9 @@ class Grid(OnBoard, Dragging, can_focus=True):
         if changed:
             top, width = HEADER - self.scroll_offset.y, self.size.width  # slow: once for all
             self.refresh(*(Region(0, top + index * self._tall + number, width, 1) for index, number in changed))
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return self.board.own_line_filters()
 
     def render_lines(self, crop: Region) -> list[Strip]:
         base, width = self.visual_style.rich_style, self.scrollable_content_region.width  # slow: once for all

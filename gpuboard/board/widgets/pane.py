@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.style import Style
 from textual import events
+from textual.filter import LineFilter
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.strip import Strip
@@ -52,6 +53,9 @@ class Pane(OnBoard, Widget):
         if changed := [y for y, (before, after) in enumerate(zip(old, self._lines, strict=True)) if before != after]:
             width = self.size.width
             self.refresh(*(Region(0, y, width, 1) for y in changed))
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return self.board.own_line_filters()
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         self._take(width)
