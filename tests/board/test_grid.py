@@ -54,6 +54,7 @@ class GridApp(App[None]):
 
     CSS = "Screen { overflow: hidden; }"
     look: ClassVar[Look] = themes.load_all({"HOME": "/nonexistent"})[0]["dark"].look(UNICODE)
+    own_line_filters = App.get_line_filters
 
     def __init__(self) -> None:
         super().__init__()
