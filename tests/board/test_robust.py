@@ -211,7 +211,7 @@ async def test_a_lost_ledger_is_a_banner_and_nothing_is_free_until_it_is_back(tm
         free = _free(app)
         assert free
         claims.chmod(0o777)  # not sticky: anybody could take anybody's claim away
-        await settle(pilot, lambda: "no reservations on 2 of 2 nodes: " in screen(app))
+        await settle(pilot, lambda: "no reservations on 2 of 2 nodes:" in screen(app))
         assert _free(app) == []
         assert app.scene is not None
         assert app.scene.leases.unread == ["sim01", "sim02"]
