@@ -28,9 +28,14 @@ def smi(fields: str) -> list[list[str]]:
     return [[word.strip() for word in line.split(",")] for line in text.splitlines()]
 
 
+def environ(home: Path) -> dict[str, str]:
+    """Return the variables of a user with this home."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("GPUBOARD_", "XDG_"))} | {"HOME": str(home)}
+
+
 def gpuboard(home: Path, *args: str) -> Any:
     """Run gpuboard with a home of its own; return the JSON it printed."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("GPUBOARD_", "XDG_"))} | {"HOME": str(home)}
+    env = environ(home)
     done = subprocess.run(
         [sys.executable, "-m", "gpuboard", *args], env=env, capture_output=True, text=True, timeout=90
     )
@@ -59,7 +64,7 @@ def test_readings_are_near_those_of_nvidia_smi(tmp_path: Path) -> None:
 
 
 def test_listening_for_xid_errors_disturbs_no_reading(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("GPUBOARD_", "XDG_"))} | {"HOME": str(tmp_path)}
+    env = environ(tmp_path)
     command = [sys.executable, "-m", "gpuboard", "status", "--watch", "1", "--json"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as watch:
         last = [json.loads(read_line(watch)) for _ in range(4)][-1]

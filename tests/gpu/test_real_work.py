@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.agent import Agent
-from tests.gpu.test_real_gpu import MIB, gpuboard, smi
+from tests.gpu.test_real_gpu import MIB, environ, gpuboard, smi
 from tests.waiting import read_line, until
 
 
@@ -73,9 +73,8 @@ def test_a_program_is_found_with_its_memory_and_its_load(tmp_path: Path) -> None
             assert gpu.sensors is not None
         node = gpuboard(tmp_path, "status", "--json")["nodes"][0]
         assert node["gpus"][0]["state"] == "busy"
-        env = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
         asked = [sys.executable, "-m", "gpuboard", "allocate", "--gpus", f"{node['name']}:0"]
-        refused = subprocess.run(asked, env=os.environ | env, capture_output=True, text=True, timeout=90)
+        refused = subprocess.run(asked, env=environ(tmp_path), capture_output=True, text=True, timeout=90)
         assert refused.returncode == 4, refused.stderr
 
 
@@ -90,7 +89,7 @@ def test_activity_of_a_program_is_measured() -> None:
 
 def launch(home: Path, *args: str, code: int = 0) -> tuple[dict[str, Any], str]:
     """Run `gpuboard launch --json` on one GPU; return the outcome and what the ranks and gpuboard wrote."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("GPUBOARD_", "XDG_"))} | {"HOME": str(home)}
+    env = environ(home)
     command = [sys.executable, "-m", "gpuboard", "launch", "--python", sys.executable, "--json", "--n", "1", *args]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == code, done.stderr
