@@ -45,7 +45,6 @@ from gpuboard.model.reading import Hello, Reading, Static
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.state import counted
 from gpuboard.model.units import iso
-from gpuboard.paths import state_dir
 
 FOLDER = Path(__file__).parents[1] / "docs" / "screenshots"
 _EPOCH = 1769860800.0  # 2026-01-31 12:00 UTC, when the story begins
@@ -298,10 +297,12 @@ PICTURES: dict[str, tuple[Act, tuple[int, int]]] = {
 def draw(name: str, env: Mapping[str, str], clock: Clock) -> str:
     """Return a picture as SVG."""
     act, size = PICTURES[name]
-    (state_dir(env) / "board.json").unlink(missing_ok=True)  # how the picture before was looked at
+    # A state folder of its own: a board saves its view half a second later, in the background.
+    own = {**env, "XDG_STATE_HOME": str(Path(env["HOME"], name))}
+    shutil.copytree(runs_dir(env), runs_dir(own))
 
     async def story() -> str:
-        app = BoardApp(Still(Settings(cluster="demo", state=demo_board.STATE), env, clock))
+        app = BoardApp(Still(Settings(cluster="demo", state=demo_board.STATE), own, clock))
         async with app.run_test(size=size) as pilot:
             await act(pilot)
             await settled(pilot, "")
@@ -333,6 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.clear()
         os.environ.update(env)
         time.tzset()
+        runs_dir(env).mkdir(parents=True)
         if not args.names or set(args.names) & {"run"}:
             failing_run(env, folder)
         clock = Clock()
