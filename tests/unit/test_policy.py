@@ -254,6 +254,15 @@ def test_named_gpus_are_taken_exactly_or_not_at_all() -> None:
     assert refused(Request(picks=parse_picks("gpu01:9")), *nodes).code == 3
 
 
+def test_a_node_without_a_named_gpu_has_no_part_in_its_refusal() -> None:
+    nodes = [node("gpu01", "ffrf"), NodeView(name="gpu02", state="unreachable", error="ssh: connection refused")]
+    answer = refused(Request(picks=parse_picks("gpu01:2")), *nodes)
+    assert answer.message == "gpu01:2 is reserved: it is reserved; try --gpus gpu01:0 or --wait"
+    answer = refused(Request(picks=parse_picks("gpu01:9")), *nodes)  # 3 would mean that every node was read
+    assert answer.code == 4
+    assert answer.message.startswith("no GPU gpu01:9; not read: gpu02 (ssh: connection refused)")
+
+
 def test_named_gpus_with_the_same_reason_are_refused_in_one_phrase() -> None:
     nodes = [node("gpu01", "rrrb"), node("gpu02", "frbr")]
     answer = refused(Request(picks=parse_picks("gpu01:0-3@gpu02:1-3")), *nodes)

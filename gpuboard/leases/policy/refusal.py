@@ -9,7 +9,7 @@ import msgspec
 
 from gpuboard.leases.policy.candidates import Candidate, by_node, evaluate, is_current, nodes_needed
 from gpuboard.model.request import Choice, Pick, Refusal, RefusalCode, RefusedGpu, Request, slot
-from gpuboard.model.snapshot import Snapshot
+from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.model.units import format_size, ranges
 
 Choose = Callable[[Request, Snapshot], Choice | Refusal]
@@ -23,7 +23,7 @@ def refuse(request: Request, snapshot: Snapshot, candidates: Sequence[Candidate]
     Code 3 only if every node was read and the request would not fit even if all their GPUs were free.
     """
     assert request.n is not None
-    unread = _unread(snapshot)
+    unread = _unread(snapshot.nodes)
     ever = [len(gpus) for gpus in by_node([c for c in candidates if not c.never]).values()]
     code: RefusalCode = 3 if not unread and nodes_needed(request, ever) is None else 4
     nearest = _nearest(request, snapshot, candidates, code)
@@ -42,12 +42,15 @@ def refuse_picks(
 
     ``choose``: the policy, which finds alternatives.
     """
-    unread = _unread(snapshot)
-    code: RefusalCode = 3 if not unread and (missing or any(c.never for c in named)) else 4
+    never = bool(missing) or any(c.never for c in named)  # as far as nodes were read
+    names = {c.node for c in named}
+    nodes = [node for node in snapshot.nodes if never or node.name in names]
+    unread = _unread(nodes)
+    code: RefusalCode = 3 if never and not unread else 4
     why = _unavailable(named)
     why += [f"no GPU {_name(pick)}" for pick in missing]
     why += unread
-    options = [_alternative(request, snapshot, named, choose), "--wait" if code == 4 and _may_change(snapshot) else ""]
+    options = [_alternative(request, snapshot, named, choose), "--wait" if code == 4 and _may_change(nodes) else ""]
     nearest = " or ".join(option for option in options if option)
     return Refusal(code, "; ".join(why) + (f"; try {nearest}" if nearest else ""), _reasons(named), nearest)
 
@@ -77,17 +80,17 @@ def _reasons(candidates: Sequence[Candidate]) -> tuple[RefusedGpu, ...]:
     return tuple(RefusedGpu(c.node, c.index, c.uuid, c.state, c.reason or "available", c.mig) for c in candidates)
 
 
-def _unread(snapshot: Snapshot) -> list[str]:
+def _unread(nodes: Sequence[NodeView]) -> list[str]:
     """Return messages about nodes without a current reading, and about nodes that cannot hold claims."""
-    unread = [f"{node.name} ({node.error or node.state})" for node in snapshot.nodes if not is_current(node)]
-    failed = [f"{node.name} ({node.claims_error})" for node in snapshot.nodes if is_current(node) and node.claims_error]
+    unread = [f"{node.name} ({node.error or node.state})" for node in nodes if not is_current(node)]
+    failed = [f"{node.name} ({node.claims_error})" for node in nodes if is_current(node) and node.claims_error]
     found = {"not read": unread, "cannot be reserved": failed}
-    return [f"{what}: {_shortened(nodes)}" for what, nodes in found.items() if nodes]
+    return [f"{what}: {_shortened(those)}" for what, those in found.items() if those]
 
 
-def _may_change(snapshot: Snapshot) -> bool:
+def _may_change(nodes: Sequence[NodeView]) -> bool:
     """Return whether waiting may help: not where every node cannot hold claims."""
-    return not all(is_current(node) and node.claims_error for node in snapshot.nodes)
+    return not all(is_current(node) and node.claims_error for node in nodes)
 
 
 def _shortened(nodes: Sequence[str]) -> str:
@@ -164,7 +167,7 @@ def _nearest(request: Request, snapshot: Snapshot, candidates: Sequence[Candidat
     is_model_taken = request.model is not None and not _model_is_free(request, snapshot)
     if is_model_taken and _fits(msgspec.structs.replace(request, model=None), snapshot):
         options.append("without --model")
-    if code == 4 and _may_change(snapshot):
+    if code == 4 and _may_change(snapshot.nodes):
         options.append("--wait")
     return " or ".join(filter(None, [", ".join(options[:-1]), *options[-1:]]))
 
