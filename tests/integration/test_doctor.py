@@ -137,18 +137,20 @@ def test_a_launch_is_checked_on_the_gpus_that_it_would_choose(nodes: Cluster, lo
     write_torch(Path(login.path(f"{HOME}/fake")))
     login.run(["chown", "-R", "alice:", f"{HOME}/fake"], user="root", check=True)
     nodes["gpu01"].script([Gpu(used=70 * 2**30)])
+    nodes["gpu02"].script([Gpu(), Gpu()])
+    nodes["gpu03"].script([Gpu(), Gpu()])
     nodes["gpu02"].firewall("add rule inet t in tcp dport 1024-65535 ct state new drop")
-    found = checks(login, "--n", "9", "--max-nodes", "2", PYTHONPATH=f"{HOME}/fake")
+    found = checks(login, "--n", "3", "--max-nodes", "2", PYTHONPATH=f"{HOME}/fake")
     [request] = [c for c in found if c["name"] == "request"]
     assert request["status"] == "ok"
-    assert request["evidence"].startswith("a launch would start 9 ranks on gpu02:0-7@gpu03:")
+    assert request["evidence"].startswith("a launch would start 3 ranks on gpu02:0-1@gpu03:")
     chosen = [c["node"] for c in found if c["name"] == "GPU" and c["evidence"].endswith(" is free")]
-    assert sorted(chosen) == ["gpu02"] * 8 + ["gpu03"]
+    assert sorted(chosen) == ["gpu02"] * 2 + ["gpu03"]
     failed = {(c["node"], c["name"]) for c in found if c["status"] == "fail"}
     assert failed == {("gpu03", "connect")}
     assert json.loads(login.run(["gpuboard", "leases", "--json"], check=True).stdout)["leases"] == []
 
-    done = login.run(["gpuboard", "doctor", "--n", "9", "--max-nodes", "1"])
+    done = login.run(["gpuboard", "doctor", "--n", "3", "--max-nodes", "1"])
     assert done.returncode == 1
     assert "fail     request         " in done.stdout
     assert "`gpuboard allocate --dry-run` has the reason for every GPU" in done.stdout

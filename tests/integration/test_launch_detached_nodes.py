@@ -71,6 +71,10 @@ def kept(host: Host) -> list[str]:
     return [path.stem for path in folder.glob(f"{host.name}-*/*.json")]
 
 
+def wait_started(lab: Cluster, ranks: int) -> None:
+    until(lambda: len([p for p in left(lab) if "script.py" in p]) == ranks, "its ranks start", 60)
+
+
 def test_a_run_on_other_nodes_survives_the_reboot_of_the_login_node(lab: Cluster) -> None:
     login, gpu01 = lab["login1"], lab["gpu01"]
     own = ["env", "XDG_STATE_HOME=/tmp/own"]  # as without a shared home
@@ -161,9 +165,9 @@ def test_until_it_is_detached_a_run_on_other_nodes_ends_with_its_command(lab: Cl
 
     put(login, "script.py", UNTIL_TOLD)
     put(login, "fake/sitecustomize.py", "import os, time\nif 'RANK' in os.environ: time.sleep(600)\n")
-    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
-        with login.popen(launch("gpu01:0@gpu02:1"), user="alice") as process:
-            until(lambda: len([p for p in left(lab) if "script.py" in p]) == 2, "its ranks start", 60)
+    for gpus, number, code in (("gpu01:0", signal.SIGINT, 130), ("gpu01:0@gpu02:1", signal.SIGKILL, -signal.SIGKILL)):
+        with login.popen(launch(gpus), user="alice") as process:
+            wait_started(lab, gpus.count(":"))
             process.send_signal(number)
             assert process.wait(30) == code
         until(lambda: not claims(lab), "its lease is released", 30)

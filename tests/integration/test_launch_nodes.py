@@ -154,7 +154,7 @@ import os, torch
 from torch import distributed
 distributed.init_process_group("gloo")
 for step in range(3):
-    if os.environ["RANK"] == "1" and step:
+    if os.environ["RANK"] == "2" and step:
         print("up", flush=True)
         open("fifo").read()
     distributed.all_reduce(torch.ones(1))
@@ -162,15 +162,16 @@ for step in range(3):
     login = lab["login1"]
     login.run(["mkfifo", "fifo"], check=True)
     try:
-        with launched(lab, script, "--env", "PYTHONPATH=", "--grace", "0", "--python", sys.executable) as process:
+        options = ("--env", "PYTHONPATH=", "--grace", "0", "--python", sys.executable)
+        with launched(lab, script, *options, first=2) as process:
             line = stalled(process)
-            assert "for rank 1 (gpu02:0), which is at script.py:8; rank 0 (gpu01:0) waits in all_reduce" in line
+            assert "for rank 2 (gpu02:0), which is at script.py:8; ranks 0-1 wait in all_reduce" in line
             put(login, "fifo", "")
             wait_up(process, 2)
             lab["gpu01"].firewall("add rule inet t in ip saddr 10.88.0.12 drop")
             put(login, "fifo", "")
             line = stalled(process)
-            assert "in all_reduce (collective 3) at script.py:9: ranks 0-1 take part with equal arguments" in line
+            assert "in all_reduce (collective 3) at script.py:9: ranks 0-2 take part with equal arguments" in line
             assert "so the network between gpu01, gpu02 may not deliver" in line
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=60)
@@ -245,10 +246,10 @@ def test_standard_input_reaches_a_rank_on_another_node(lab: Cluster) -> None:
     assert sorted(done.stdout.splitlines()) == ["[rank 0 gpu01:0] gpu01 ", "[rank 1 gpu02:0] gpu02 hello"]
 
 
-def test_a_lease_is_used_whole_or_in_part_and_kept(lab: Cluster) -> None:
-    """Ranks see the lease's GPUs of their node, and the interface of the network."""
+def test_a_lease_is_used_whole_and_kept_and_refused_while_another_user_occupies_a_gpu(lab: Cluster) -> None:
+    """Ranks see the lease's GPUs of their node, and the interface of the network. Rank 0 is where most GPUs are."""
     login = lab["login1"]
-    words = ["gpuboard", "allocate", "--gpus", "gpu01:0,5@gpu02:3", "--for", "10m", "--detach", "--format", "json"]
+    words = ["gpuboard", "allocate", "--gpus", "gpu01:3@gpu02:0,5", "--for", "10m", "--detach", "--format", "json"]
     lease = json.loads(login.run(words, check=True).stdout)["lease"]["id"]
     names = (
         "RANK",
@@ -263,27 +264,32 @@ def test_a_lease_is_used_whole_or_in_part_and_kept(lab: Cluster) -> None:
     options = ["--env", f"PYTHONPATH={HOME}/fake", "--env", "NCCL_SOCKET_IFNAME=eth", "script.py"]
     whole = login.run(["gpuboard", "launch", "--lease", lease, *options], check=True)
     assert sorted(whole.stdout.splitlines()) == [
-        f"[rank 0 gpu01:0] gpu01 0 0 0,5 PCI_BUS_ID eth0 eth {lease}",
-        f"[rank 1 gpu01:5] gpu01 1 1 0,5 PCI_BUS_ID eth0 eth {lease}",
-        f"[rank 2 gpu02:3] gpu02 2 0 3 PCI_BUS_ID eth0 eth {lease}",
+        f"[rank 0 gpu02:0] gpu02 0 0 0,5 PCI_BUS_ID eth0 eth {lease}",
+        f"[rank 1 gpu02:5] gpu02 1 1 0,5 PCI_BUS_ID eth0 eth {lease}",
+        f"[rank 2 gpu01:3] gpu01 2 0 3 PCI_BUS_ID eth0 eth {lease}",
     ]
-    part = login.run(["gpuboard", "launch", "--n", "2", *options], env={"GPUBOARD_LEASE": lease}, check=True)
-    assert len(part.stdout.splitlines()) == 2
     listed = json.loads(login.run(["gpuboard", "leases", "--json"], check=True).stdout)["leases"]
     assert [found["id"] for found in listed] == [lease], "what launch did not reserve it does not release"
     foreign = login.run(["gpuboard", "launch", "--nodes", "gpu0[1-2]", "--lease", lease, "script.py"], user="bob")
     assert foreign.returncode == 5
 
+    with lab["gpu02"].popen(["sh", "-c", "echo $$; read line"], user="bob", stdin=subprocess.PIPE) as intruder:
+        pid = int(read_line(intruder))
+        lab["gpu02"].script([Gpu(processes=(("compute", pid, 2**30),)) if n == 5 else Gpu() for n in range(8)])
+        refused = login.run(["gpuboard", "launch", "--lease", lease, *options])
+        intruder.communicate("\n", timeout=60)
+    assert refused.returncode == 7
+    assert "fail GPU: gpu02: GPU 5 runs processes of others" in refused.stderr
+    assert "bob" in refused.stderr
+
 
 def test_launch_reserves_for_itself_and_releases(lab: Cluster) -> None:
     login = lab["login1"]
     look = ["gpuboard", "leases", "--json", "--nodes", "gpu0[1-2]"]
-    for name in ("gpu01", "gpu02"):
-        lab[name].script([Gpu(), Gpu()])
-    with launched(lab, SLEEP, "--device", "cuda", gpus=("--n", "3", "--purpose", "sweep")) as process:
-        wait_up(process, 3)
+    with launched(lab, SLEEP, "--device", "cuda", gpus=("--n", "2", "--purpose", "sweep")) as process:
+        wait_up(process, 2)
         leases = json.loads(login.run(look, user="bob", check=True).stdout)["leases"]
-        assert [(found["owner"], len(found["gpus"]), found["purpose"]) for found in leases] == [("alice", 3, "sweep")]
+        assert [(found["owner"], len(found["gpus"]), found["purpose"]) for found in leases] == [("alice", 2, "sweep")]
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
         assert process.returncode == 130
@@ -307,21 +313,6 @@ def test_gpus_are_re_checked_before_the_gate_opens(lab: Cluster) -> None:
     assert done.returncode == 7
     assert "GPU 0 GPU-gpu01-0 is missing" in done.stderr
     assert "gpu02: GPU 0 is not reserved; others may take it" in done.stderr
-
-
-def test_a_gpu_of_the_lease_that_another_user_occupies_is_refused(lab: Cluster) -> None:
-    login = lab["login1"]
-    words = ["gpuboard", "allocate", "--gpus", "gpu01:0,5@gpu02:3", "--for", "10m", "--detach", "--format", "json"]
-    lease = json.loads(login.run(words, check=True).stdout)["lease"]["id"]
-    with lab["gpu02"].popen(["sh", "-c", "echo $$; read line"], user="bob", stdin=subprocess.PIPE) as intruder:
-        pid = int(read_line(intruder))
-        lab["gpu02"].script([Gpu(processes=(("compute", pid, 2**30),)) if n == 3 else Gpu() for n in range(8)])
-        put(login, "script.py", SLEEP)
-        done = login.run(["gpuboard", "launch", "--lease", lease, "--env", f"PYTHONPATH={HOME}/fake", "script.py"])
-        intruder.communicate("\n", timeout=60)
-    assert done.returncode == 7
-    assert "fail GPU: gpu02: GPU 3 runs processes of others" in done.stderr
-    assert "bob" in done.stderr
 
 
 def test_a_restart_leaves_out_a_lost_gpu_and_uses_another_node_of_the_lease(lab: Cluster) -> None:
@@ -358,7 +349,7 @@ while not os.path.exists("finish"):
     assert [(verdict["attempt"], verdict["rank"]) for verdict in view["verdicts"]] == [(1, 1)]
 
 
-def test_a_run_goes_on_with_fewer_ranks_after_its_node_lost_a_gpu(lab: Cluster) -> None:
+def test_a_gpu_that_is_lost_is_named_and_the_run_goes_on_with_fewer_ranks(lab: Cluster) -> None:
     login = lab["login1"]
     script = """
 import os, time
@@ -379,32 +370,13 @@ if os.environ["WORLD_SIZE"] == "2":
         login.run(["rm", "fail"], check=True)
     assert process.returncode == 0, err
     assert out == "up 1\n"
+    assert "rank 1 (gpu02:1) failed" in err
+    assert "gpuboard: rank 1 (gpu02:1): GPU 1 is lost: the driver no longer lists GPU-" in err
     assert "gpuboard: attempt 2 of 3: 1 rank in place of 2, on gpu01:0; left out: gpu02: GPU 1 " in err
     view = json.loads(login.run(["gpuboard", "runs", "--json"], check=True).stdout)["runs"][-1]
     assert [rank["node"] for rank in view["ranks"]] == ["gpu01"]
+    assert "GPU 1 is lost" in view["verdicts"][0]["evidence"]
     assert "[rank 1 gpu02:1] up 2\n" in login.run(["gpuboard", "logs", "last"], check=True).stdout
-    refused = login.run(["gpuboard", "launch", "--n", "2", "--min-n", "2", "script.py"])
-    assert (refused.returncode, "--min-n needs --max-restarts" in refused.stderr) == (2, True)
-
-
-def test_a_gpu_that_is_lost_during_a_run_is_named_with_the_failure(lab: Cluster) -> None:
-    script = """
-import os, time
-print("up", flush=True)
-while os.environ["RANK"] == "0" or not os.path.exists("fail"):
-    time.sleep(0.02)
-raise RuntimeError("CUDA error: unspecified launch failure")
-"""
-    with launched(lab, script, "--device", "cuda", "--grace", "0", gpus=("--gpus", "gpu01:0@gpu02:1")) as process:
-        wait_up(process, 2)
-        lab["gpu02"].script([Gpu(), Gpu(trouble=(f"fault * {LOST}",)), *(Gpu() for _ in range(6))])
-        put(lab["login1"], "fail", "")
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert "rank 1 (gpu02:1) failed" in err
-        assert "gpuboard: rank 1 (gpu02:1): GPU 1 is lost: the driver no longer lists GPU-" in err
-        listed = json.loads(lab["login1"].run(["gpuboard", "runs", "--json"], check=True).stdout)["runs"]
-        assert "GPU 1 is lost" in listed[-1]["verdicts"][0]["evidence"]
 
 
 def test_a_restart_after_a_lost_connection_leaves_no_process_of_before(lab: Cluster) -> None:
@@ -450,28 +422,29 @@ gpuboard launch --device cpu --env PYTHONPATH={HOME}/fake script.py
 
 @pytest.mark.torch
 def test_the_example_job_reserves_trains_twice_and_releases(lab: Cluster) -> None:
+    """With another train_ddp.py beside it, which needs no torch; the real one is trained by the next test."""
     login = lab["login1"]
-    done = login.run([str(EXAMPLES / "job.sh")], env={"DEVICE": "cpu", "GPUS": "1"}, timeout=150)
+    login.run(["cp", str(EXAMPLES / "job.sh"), "."], check=True)
+    train = "import os, sys\nos.environ['SEED'] = '0'  # torch is not imported ahead of such code\n"
+    put(login, "train_ddp.py", train + "print(os.environ['GPUBOARD_LEASE'], *sys.argv[1:])\n")
+    done = login.run([f"{HOME}/job.sh"], env={"DEVICE": "cpu", "GPUS": "1"}, timeout=150)
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
-    assert len(losses) == 6
-    assert losses[2] < losses[0]
+    reserved, *trained = done.stdout.splitlines()
+    lease = reserved.split()[1]
+    assert trained == [f"{lease} --epochs 3 --lr {rate}" for rate in ("1e-3", "1e-2")]
     until(lambda: not claims(lab), "the lease ends with its holder")
 
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_ddp_trains_on_one_gpu_and_two(lab: Cluster) -> None:
+def test_ddp_trains_on_two_nodes(lab: Cluster) -> None:
     login = lab["login1"]
-    words = ["gpuboard", "allocate", "--gpus", "gpu01:0@gpu02:0-1", "--for", "10m", "--detach", "--format", "json"]
-    found = json.loads(login.run(words, check=True).stdout)
-    placed = [(rank["node"], rank["local_rank"]) for rank in found["rank_map"]["ranks"]]
-    assert placed == [("gpu02", 0), ("gpu02", 1), ("gpu01", 0)]
-    lease = found["lease"]["id"]
-    words = ["gpuboard", "launch", "--lease", lease, "--device", "cpu", str(EXAMPLES / "train_ddp.py"), "--epochs", "3"]
-    done = login.run(words, timeout=150)
+    words = ["gpuboard", "allocate", "--gpus", "gpu01:0@gpu02:1", "--for", "10m", "--detach", "--format", "json"]
+    lease = json.loads(login.run(words, check=True).stdout)["lease"]["id"]
+    words = ["gpuboard", "launch", "--lease", lease, "--device", "cpu", str(EXAMPLES / "train_ddp.py")]
+    done = login.run([*words, "--epochs", "3", "--lr", "1e-2"], timeout=150)
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"rank 0 gpu02:[0-9]+\] .*loss ([0-9.]+)", done.stdout)]
+    losses = [float(loss) for loss in re.findall(r"rank 0 gpu01:0\] .*loss ([0-9.]+)", done.stdout)]
     assert len(losses) == 3
     assert losses[2] < losses[0] / 3
     assert [argv for argv in left(lab) if any("train_ddp" in word for word in argv)] == []

@@ -47,10 +47,11 @@ def test_an_exception_with_surrogates_in_a_file_name_is_reported(tmp_path: Path)
         assert run.view().verdicts[0].kind == "raised"
 
 
-def test_an_exception_without_a_module_is_reported(tmp_path: Path) -> None:
-    with Launch(tmp_path, "class E(Exception):\n    __module__ = None\nraise E('x')", n=1) as run:
+def test_an_exception_without_a_module_and_with_surrogates_is_reported(tmp_path: Path) -> None:
+    script = "class E(Exception):\n    __module__ = None\nraise E('bad \\udcff name')"
+    with Launch(tmp_path, script, n=1) as run:
         assert run.wait() == 1
-        assert "failed before init_process_group: None.E: x at " in run.text["err"]
+        assert "failed before init_process_group: None.E: bad ? name at " in run.text["err"]
         assert "<gpuboard>" not in run.text["err"]
 
 
@@ -118,23 +119,19 @@ def test_preflight_only_releases_what_it_reserved(here: Here) -> None:
     assert msgspec.json.decode(here.run("leases", "--json").stdout)["leases"] == []
 
 
-@pytest.mark.parametrize("first", ["", "os.closerange(3, 256)", "linecache.clearcache()"])
-def test_printing_a_stack_reads_no_pipe_of_the_script(tmp_path: Path, first: str) -> None:
-    script = f"""
+def test_printing_a_stack_reads_no_pipe_of_the_script(tmp_path: Path) -> None:
+    script = """
 import linecache, os, traceback
-{first}
+if os.environ["RANK"] == "1":
+    os.closerange(3, 256)
+if os.environ["RANK"] == "2":
+    linecache.clearcache()
 pipes = [os.pipe() for _ in range(60)]
 print(len(traceback.extract_stack().format()) > 0)
 """
-    with Launch(tmp_path, script, n=1) as run:
+    with Launch(tmp_path, script, n=3) as run:
         assert run.wait(60) == 0
-        assert run.text["out"] == "True\n"
-
-
-def test_an_exception_message_with_surrogates(tmp_path: Path) -> None:
-    with Launch(tmp_path, "raise ValueError('bad \\udcff name')", n=1) as run:
-        assert run.wait() == 1
-        assert "failed before init_process_group: ValueError: bad ? name at " in run.text["err"]
+        assert [line.partition("] ")[2] for line in run.text["out"].splitlines()] == ["True"] * 3
 
 
 @pytest.mark.parametrize(
@@ -150,19 +147,29 @@ def test_invalid_utf_8_is_a_usage_error(tmp_path: Path, options: list[str], args
         assert words in run.text["err"]
 
 
-def test_values_with_line_ends_are_unchanged(tmp_path: Path) -> None:
-    script = "import os, sys\nprint(ascii([os.environ['ODD'], sys.argv[1:]]))"
-    with Launch(tmp_path, script, "--env", "ODD=a\nb\u00e9 '\"$", n=1, args=["", "x\ny", "--help"]) as run:
+def test_what_a_rank_gets_is_unchanged(tmp_path: Path) -> None:
+    """Values with line ends, the folder of PWD, an interpreter relative to it, an interface of the node's own."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "python").symlink_to(sys.executable)
+    script = """
+import os, sys
+print(ascii([os.environ["ODD"], sys.argv[1:]]))
+for name in "PWD", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME":
+    print(os.environ[name])
+print(sys.orig_argv[0])
+"""
+    options, args = ["--env", "ODD=a\nb\u00e9 '\"$", "--python", "venv/python"], ["", "x\ny", "--help"]
+    env = {"PWD": f"{tmp_path}/link", "NCCL_SOCKET_IFNAME": "site0"}
+    with Launch(tmp_path, script, *options, n=1, args=args, env=env) as run:
         assert run.wait() == 0
-        assert run.text["out"] == "['a\\nb\\xe9 \\'\"$', ['', 'x\\ny', '--help']]\n"
-
-
-def test_the_folder_is_that_of_pwd(tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path)
-    with Launch(tmp_path, "import os\nprint(os.environ['PWD'])", n=1, env={"PWD": str(link)}) as run:
-        assert run.wait() == 0
-        assert run.text["out"] == f"{link}\n"
+        assert run.text["out"].splitlines() == [
+            "['a\\nb\\xe9 \\'\"$', ['', 'x\\ny', '--help']]",
+            f"{tmp_path}/link",
+            "site0",
+            "lo",
+            f"{tmp_path}/link/venv/python",
+        ]
 
 
 def test_a_folder_that_was_removed_is_a_usage_error(tmp_path: Path) -> None:
@@ -175,14 +182,6 @@ def test_a_folder_that_was_removed_is_a_usage_error(tmp_path: Path) -> None:
     )
 
 
-def test_a_relative_interpreter_is_relative_to_this_folder(tmp_path: Path) -> None:
-    (tmp_path / "venv").mkdir()
-    (tmp_path / "venv" / "python").symlink_to(sys.executable)
-    with Launch(tmp_path, "import sys\nprint(sys.orig_argv[0])", "--python", "venv/python", n=1) as run:
-        assert run.wait() == 0
-        assert run.text["out"] == f"{tmp_path}/venv/python\n"
-
-
 def test_ctrl_c_after_a_failure_kills_at_once(tmp_path: Path) -> None:
     with Launch(tmp_path, STUBBORN, "--grace", "60s") as run:
         run.wait_for("up", times=2)
@@ -193,18 +192,18 @@ def test_ctrl_c_after_a_failure_kills_at_once(tmp_path: Path) -> None:
 
 
 def test_a_terminal_that_hangs_up_twice_leaves_the_ranks_their_grace(tmp_path: Path) -> None:
-    with Launch(tmp_path, SLOW) as run:
-        run.wait_for("up", times=2)
+    with Launch(tmp_path, SLOW, n=1) as run:
+        run.wait_for("up")
         run.signal(signal.SIGHUP)
         run.wait_for("the terminal was closed", "err")
         run.signal(signal.SIGHUP)
         assert run.wait() == 129
-        assert run.text["out"].count("saved") == 2
+        assert "saved" in run.text["out"]
 
 
 def test_a_head_that_was_suspended_for_too_long_reports_the_consequence(tmp_path: Path) -> None:
-    with Launch(tmp_path, SLEEP, "--lost-head", "8s") as run:
-        run.wait_for("up", times=2)
+    with Launch(tmp_path, SLEEP, "--lost-head", "8s", n=1) as run:
+        run.wait_for("up")
         run.signal(signal.SIGSTOP)
         wait_gone(run.view().id, 60.0)
         run.signal(signal.SIGCONT)
@@ -327,7 +326,7 @@ def test_before_a_release_the_node_of_a_noted_run_is_asked_for_its_end(here: Her
         sshd.start()
         done = here.run("release", ended, gone)
         assert (done.returncode, done.stderr) == (0, "")
-        assert not here.json("leases", "--json")["leases"]
+        assert not list(here.needs_claims().glob("gpuboard.*.*"))
     finally:
         sshd.stop()
 
@@ -359,32 +358,15 @@ for line in range(700):  # more than pipes hold, and less than a supervisor take
 def test_nohup_is_respected(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
     try:
-        run = Launch(tmp_path, SLEEP)
+        run = Launch(tmp_path, SLEEP, n=1)
     finally:
         signal.signal(signal.SIGHUP, before)
     with run:
-        run.wait_for("up", times=2)
+        run.wait_for("up")
         run.signal(signal.SIGHUP)
         run.signal(signal.SIGUSR1)  # the first signal that it handles
         assert run.wait() == 128 + signal.SIGUSR1
         assert "the terminal was closed" not in run.text["err"]
-
-
-def test_an_interface_of_the_nodes_own_environment_is_kept(tmp_path: Path) -> None:
-    script = "import os\nprint(os.environ['NCCL_SOCKET_IFNAME'], os.environ['GLOO_SOCKET_IFNAME'])"
-    with Launch(tmp_path, script, n=1, env={"NCCL_SOCKET_IFNAME": "site0"}) as run:
-        assert run.wait() == 0
-        assert run.text["out"] == "site0 lo\n"
-
-
-def test_text_without_a_line_end_of_a_helper_is_shown_at_the_end(tmp_path: Path) -> None:
-    script = """
-import os, subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5); print('late', end='')"])
-"""
-    with Launch(tmp_path, script, n=1) as run:
-        assert run.wait() == 0
-        assert run.text["out"] == "late\n"
 
 
 def test_bytes_that_are_no_text_are_unchanged_in_the_logs(tmp_path: Path) -> None:
@@ -400,9 +382,16 @@ os.write(1, data[-1:])
         assert (Path(run.view().folder) / "rank-0.out").read_bytes() == (tmp_path / "written").read_bytes()
 
 
-def test_stopping_a_run_that_has_ended(tmp_path: Path) -> None:
-    with Launch(tmp_path, "print('x')", n=1) as run:
+def test_text_without_a_line_end_of_a_helper_is_shown_at_the_end_and_a_run_that_has_ended_is_not_stopped(
+    tmp_path: Path,
+) -> None:
+    script = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5); print('late', end='')"])
+"""
+    with Launch(tmp_path, script, n=1) as run:
         assert run.wait() == 0
+        assert run.text["out"] == "late\n"
         done = run.command("stop", "last")
         assert (done.returncode, done.stdout) == (0, f"run {run.view().id} has ended already: done\n")
-        assert run.command("logs", "-f", "last").stdout.endswith("x\n")
+        assert run.command("logs", "-f", "last").stdout.endswith("late\n")

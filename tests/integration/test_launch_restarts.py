@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.launch_lab import SLEEP, STUBBORN, Launch
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # Attempt 1: rank 1 leaves a helper behind that nothing but the end of the attempt ends, and fails. Rank 0 saves.
 CHECKPOINT = """
 import os, subprocess, sys, time
@@ -59,7 +60,7 @@ def test_the_same_failure_again_is_reported_and_the_last_exit_code_counts(tmp_pa
         assert run.wait() == 4
         assert [v.attempt for v in run.view().verdicts] == [1, 2]
         assert "failed like attempt" not in run.text["err"]
-    with Launch(tmp_path, "raise ValueError(open('/proc/self/stat').read())", "--max-restarts", "1") as run:
+    with Launch(tmp_path, "raise ValueError(open('/proc/self/stat').read())", "--max-restarts", "1", n=1) as run:
         assert run.wait() == 1
         words = f"attempt 2 failed like attempt 1 (ValueError at {tmp_path}/script.py:1): restarts may not help"
         assert words in run.text["err"]
@@ -99,21 +100,36 @@ def test_a_run_that_the_user_stops_is_not_restarted(tmp_path: Path, script: str,
 
 
 def test_a_function_is_called_again_in_a_new_process_group(tmp_path: Path) -> None:
-    script = """
-import os, signal
+    """Rank 0, which notices the end of rank 1 first, is not blamed."""
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "again.py").write_text("""
+import os, signal, sys
 import torch
 import torch.distributed as dist
+from examples import function_target
 
 def main(*args):
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(total)
-    print("total", int(total), flush=True)
-"""
-    with Launch(tmp_path, script, "--max-restarts", "1", "script:main", torch=True) as run:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt == "0":
+            sys.exit(0)
+        if attempt == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1000))
+    function_target.main()
+""")
+    with Launch(tmp_path, "", "--max-restarts", "2", "jobs.again:main", torch=True) as run:
         assert run.wait(120) == 0
-        assert run.text["out"].count("total 4") == 2
-        assert [(v.attempt, v.kind) for v in run.view().verdicts] == [(1, "signal")]
-        assert "attempt 1 of 2: exit code 137" in run.text["err"]
+        assert "2 ranks, the sum of their numbers is 1" in run.text["out"]
+        assert run.view().state == "done"
+        assert [(v.attempt, v.kind, v.rank) for v in run.view().verdicts] == [(1, "exit", 1), (2, "signal", 1)]
+        assert "attempt 1 of 3: exit code 1" in run.text["err"]
+        assert "attempt 2 of 3: exit code 137" in run.text["err"]
+        assert re.search(
+            r"^gpuboard: rank 1 \(\S+:1\) ended with exit code 0 in the middle of training; rank 0 lost the connection "
+            rf"to it; sys\.exit\(\) was called at {tmp_path}/jobs/again\.py:12 in main$",
+            run.text["err"],
+            re.MULTILINE,
+        ), run.text["err"]

@@ -25,8 +25,8 @@ found = {name: int(os.environ["OMPI_COMM_WORLD_" + name]) for name in names}
 found["cores"] = sorted(os.sched_getaffinity(0))
 print(json.dumps(dict(found, host=os.uname().nodename, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))), flush=True)
 """
-# one is full of gaps, one begins on the node that comes last by name, one is a single node
-SETS = ["gpu01:0,3@gpu02:6", "gpu01:7@gpu03:2,0", "gpu02:4,1"]
+# one has gaps and begins on the node that comes last by name, one is a single node
+SETS = ["gpu01:7@gpu03:2,0", "gpu02:4,1"]
 
 
 @pytest.fixture(params=SETS)

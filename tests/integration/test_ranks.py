@@ -231,7 +231,7 @@ def test_what_an_earlier_attempt_left_ends_before_the_ranks_start(folder: Path) 
     environ = {**os.environ, "GPUBOARD_RUN": run}
     earlier = subprocess.Popen(["sleep", "600"], env={**environ, "GPUBOARD_ATTEMPT": "1"})
     other = subprocess.Popen(["sleep", "600"], env={**environ, "GPUBOARD_ATTEMPT": "2"})  # of another node
-    with node(folder, script, run=run, attempt=2, max_restarts=1) as here:
+    with node(folder, script, run=run, attempt=2, max_restarts=1, helper_grace_s=0.5) as here:
         here.call("check")
         assert earlier.wait() == -signal.SIGKILL
         assert other.poll() is None
@@ -265,22 +265,22 @@ while True:
         assert [e["code"] for e in here.wait_ended()] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("script", "code", "number"),
-    [
-        ("raise SystemExit(3)", 3, None),
-        ("import os; os._exit(4)", 4, None),
-        ("raise SystemExit('words')", 1, None),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", None, signal.SIGSEGV),
-        ("raise KeyboardInterrupt", None, signal.SIGINT),
-        ("import threading, time; threading.Thread(target=time.sleep, args=(0.3,)).start()", 0, None),
-    ],
-)
-def test_the_end_of_a_rank_is_reported(folder: Path, script: str, code: int | None, number: int | None) -> None:
-    with node(folder, script) as here:
+def test_the_end_of_a_rank_is_reported(folder: Path) -> None:
+    script = """
+import os, signal, threading, time
+def leave(): raise SystemExit(3)
+def leave_at_once(): os._exit(4)
+def leave_with_words(): raise SystemExit("words")
+def crash(): os.kill(os.getpid(), signal.SIGSEGV)
+def interrupt(): raise KeyboardInterrupt
+def leave_a_thread(): threading.Thread(target=time.sleep, args=(0.3,)).start()
+(leave, leave_at_once, leave_with_words, crash, interrupt, leave_a_thread)[int(os.environ["RANK"])]()
+"""
+    with node(folder, script, count=6) as here:
         go(here)
-        end = here.wait_ended()[0]
-        assert (end["code"], end["signal"], end["joined"], end["oom"]) == (code, number, False, None)
+        ends = [(end["code"], end["signal"], end["joined"], end["oom"]) for end in here.wait_ended()]
+        expected = [(3, None), (4, None), (1, None), (None, signal.SIGSEGV), (None, signal.SIGINT), (0, None)]
+        assert ends == [(*end, False, None) for end in expected]
 
 
 def test_a_rank_has_dev_null_as_stdin_and_passes_no_descriptor_on(folder: Path) -> None:

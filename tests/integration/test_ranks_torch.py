@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.launch_lab import parent
+from tests.integration.launch_lab import SLEEP, parent
 from tests.integration.ranks_driver import Node, carriers, launch_config
 from tests.waiting import until
 
@@ -56,57 +56,65 @@ def test_a_function_is_called_in_the_process_group_and_may_end_it(tmp_path: Path
         assert all(0 < d["import_s"] < 60 for d in node.data("gate"))
 
 
-def test_a_rank_that_fails_by_an_error_of_torch_reports_its_collectives(tmp_path: Path) -> None:
+def test_a_failure_is_reported_with_its_place_and_its_effect_with_the_collectives(tmp_path: Path) -> None:
     with library(tmp_path, "one_fails") as node:
         node.start()
         node.wait_ended()
-        own, lost = sorted(node.data("raised"), key=lambda data: data["type"])
-        assert (own["type"], own.get("calls")) == ("KeyError", None)
+        lost, own = sorted(node.data("raised"), key=lambda data: data["rank"])
+        assert (own["rank"], own["type"], own["function"], own.get("calls")) == (1, "KeyError", "one_fails", None)
+        assert (own["file"], own["line"]) == (str(tmp_path / "library.py"), 16)
+        assert own["phase"] == "train"
+        assert "<gpuboard>" not in node.text("err", 1)
         assert (lost["type"], lost["called"], lost["calls"]) == ("RuntimeError", [[1, 0]], ["barrier"])
 
 
 CHECKPOINT = """
 import os, torch
 from torch import distributed
+
+distributed.init_process_group("gloo")
+how = HOW
+if how is None:
+    raise SystemExit
 from torch.distributed import checkpoint
 
 class Full(checkpoint.FileSystemWriter):
     def write_data(self, *args, **kwargs):
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] != "0":
             raise OSError(28, "No space left on device")
         return super().write_data(*args, **kwargs)
 
-distributed.init_process_group("gloo")
-checkpoint.save({"weights": torch.ones(3)}, storage_writer=Full("saved"))
+checkpoint.save({"weights": torch.ones(3)}, storage_writer=Full("saved"), **how)
 """
 
 
+def saving(folder: Path, how: str, count: int) -> list[dict[str, Any]]:
+    """Return the exceptions of ranks that save a checkpoint with the options ``how``, in the order of the ranks."""
+    (folder / "save.py").write_text(CHECKPOINT.replace("HOW", how))
+    with Node(launch_config(folder, "save.py", count=count)) as node:
+        node.start()
+        node.wait_ended()
+        return sorted(node.data("raised"), key=lambda told: told["rank"])
+
+
 def test_an_exception_that_every_rank_gets_names_the_rank_that_failed(tmp_path: Path) -> None:
-    (tmp_path / "save.py").write_text(CHECKPOINT)
-    with Node(launch_config(tmp_path, "save.py", count=2)) as node:
-        node.start()
-        node.wait_ended()
-        for told in node.data("raised"):
-            assert (told["type"], told["message"]) == ("OSError", "[Errno 28] No space left on device")
-            words, origin = ("raised again as", None) if told["rank"] == 1 else ("every rank got it as", 1)
-            assert (told["line"], told["function"], told["origin"]) == (9, "write_data", origin)
-            note = f"{words} torch.distributed.checkpoint.api.CheckpointException"
-            assert told["note"] == f"{note} at {tmp_path / 'save.py'}:13"
+    every = saving(tmp_path, "{}", 2)
+    assert len(every) == 2
+    for told in every:
+        assert (told["type"], told["message"]) == ("OSError", "[Errno 28] No space left on device")
+        words, origin = ("raised again as", None) if told["rank"] == 1 else ("every rank got it as", 1)
+        assert (told["line"], told["function"], told["origin"]) == (14, "write_data", origin)
+        note = f"{words} torch.distributed.checkpoint.api.CheckpointException"
+        assert told["note"] == f"{note} at {tmp_path / 'save.py'}:17"
 
 
-@pytest.mark.parametrize("how", ["no_dist=True", "process_group=distributed.new_group([1])"])
-def test_the_ranks_of_a_checkpoint_are_not_those_of_the_run(how: str, tmp_path: Path) -> None:
-    save = CHECKPOINT.replace(
-        'checkpoint.save({"weights": torch.ones(3)}, storage_writer=Full("saved"))',
-        f'how = dict({how})\nif os.environ["RANK"] == "1":\n'
-        '    checkpoint.save({"weights": torch.ones(3)}, storage_writer=Full("saved"), **how)\ndistributed.barrier()',
-    )
-    (tmp_path / "save.py").write_text(save)
-    with Node(launch_config(tmp_path, "save.py", count=2)) as node:
-        node.start()
-        node.wait_ended()
-        (told,) = (told for told in node.data("raised") if told["type"] == "OSError")
-        assert (told["rank"], told["origin"], told["function"]) == (1, None, "write_data")
+def test_the_ranks_of_a_checkpoint_are_not_those_of_the_run(tmp_path: Path) -> None:
+    """Rank 1 saves without a process group, rank 2 in one of its own: each is rank 0 there."""
+    how = '[None, {"no_dist": True}, {"process_group": distributed.new_group([2])}][distributed.get_rank()]'
+    assert [(told["rank"], told["type"], told["origin"], told["function"]) for told in saving(tmp_path, how, 3)] == [
+        (1, "OSError", None, "write_data"),
+        (2, "OSError", None, "write_data"),
+    ]
 
 
 STARVED = """
@@ -114,7 +122,15 @@ import os
 import torch
 from torch import distributed
 
-distributed.init_process_group("gloo")
+for attempt in range(3):  # without the wait at the end two of three are aborted
+    if not os.fork():
+        break
+    assert os.wait()[1] == 0
+else:
+    raise SystemExit
+store = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+store = distributed.PrefixStore(str(attempt), store)
+distributed.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
 held = distributed.group.WORLD  # as a DistributedDataParallel model holds it: its threads outlive destroy_process_group
 distributed.all_reduce(torch.zeros(1))
 cpus = sorted(os.sched_getaffinity(0))
@@ -132,28 +148,16 @@ distributed.destroy_process_group()
 
 def test_ranks_exit_with_0_while_gloo_threads_still_hold_tensors(tmp_path: Path) -> None:
     (tmp_path / "starved.py").write_text(STARVED)
-    for _ in range(2):  # without the wait at the end two of three such runs are aborted
-        with Node(launch_config(tmp_path, "starved.py", count=2)) as node:
-            node.start()
-            assert [e["code"] for e in node.wait_ended()] == [0, 0]
-            assert node.text("err") == ""
-            assert "starved" in node.text(rank=0)
-
-
-def test_the_first_failure_is_reported_with_its_place(tmp_path: Path) -> None:
-    with library(tmp_path, "one_fails") as node:
+    with Node(launch_config(tmp_path, "starved.py", count=2)) as node:
         node.start()
-        raised = node.wait(lambda n: [d for d in n.data("raised") if d["rank"] == 1])[0]
-        node.call("stop", grace_s=5, reason="rank 1 failed")
-        node.wait_ended()
-        assert (raised["rank"], raised["type"], raised["function"]) == (1, "KeyError", "one_fails")
-        assert (raised["file"], raised["line"]) == (str(tmp_path / "library.py"), 16)
-        assert raised["phase"] == "train"
-        assert "<gpuboard>" not in node.text("err", 1)
+        assert [e["code"] for e in node.wait_ended(150)] == [0, 0]  # on a busy machine the threads get no CPU for long
+        assert node.text("err") == ""
+        assert node.text(rank=0).count("starved") >= 3
 
 
 def test_a_function_that_is_missing(tmp_path: Path) -> None:
-    with library(tmp_path, "absent", count=1) as node:
+    (tmp_path / "library.py").write_text("")
+    with Node(launch_config(tmp_path, "library:absent", kind="function", preimport=False)) as node:
         node.start()
         node.wait_ended()
         raised = node.data("raised")[0]
@@ -161,25 +165,16 @@ def test_a_function_that_is_missing(tmp_path: Path) -> None:
         assert "absent" in raised["message"]
 
 
-def test_a_failure_in_init_is_reported_as_such(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import torch.distributed as d\nd.init_process_group('gloo', world_size=-3, rank=0)\n"
-    )
-    with Node(launch_config(tmp_path, "script.py")) as node:
-        node.start()
-        node.wait_ended()
-        assert node.data("raised")[0]["phase"] == "init"
-        assert node.data("raised")[0]["line"] == 2
-
-
-UP = "import torch.distributed as d, time\nd.init_process_group('gloo')\nprint('up', flush=True)\ntime.sleep(600)\n"
+def sleeping(folder: Path) -> Node:
+    """Return a node whose store is real; its rank needs no torch."""
+    (folder / "script.py").write_text(SLEEP)
+    return Node(launch_config(folder, "script.py", preimport=False))
 
 
 def test_the_death_of_the_store_ends_the_run(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(UP)
-    with Node(launch_config(tmp_path, "script.py")) as node:
+    with sleeping(tmp_path) as node:
         rank = node.start()["0"]
-        node.wait(lambda n: "up" in n.text())
+        node.wait(lambda n: "up" in n.text() and n.data("store"))
         store = [pid for pid in carriers(node.run) if pid != rank]
         assert len(store) == 1
         os.kill(store[0], signal.SIGKILL)
@@ -192,10 +187,9 @@ def test_slurm_is_the_cause_where_its_sigterm_ends_the_store_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    (tmp_path / "script.py").write_text(UP)
-    with Node(launch_config(tmp_path, "script.py")) as node:
+    with sleeping(tmp_path) as node:
         rank = node.start()["0"]
-        node.wait(lambda n: "up" in n.text())
+        node.wait(lambda n: "up" in n.text() and n.data("store"))
         (store,) = [pid for pid in carriers(node.run) if pid != rank]
         supervisor = parent(rank)
         os.kill(supervisor, signal.SIGSTOP)  # it then finds the end of the store and its own signal at once
@@ -243,17 +237,11 @@ def test_if_the_extension_fails_the_store_loads_all_of_torch(tmp_path: Path) -> 
 
 
 def test_two_nodes_of_different_size(tmp_path: Path) -> None:
-    """Two supervisors on one machine, each with an address of its own: handshakes, then one process group."""
-    (tmp_path / "script.py").write_text(
-        "import os, torch, torch.distributed as d\n"
-        "d.init_process_group('gloo')\n"
-        "value = torch.tensor([float(d.get_rank())])\n"
-        "d.all_reduce(value)\n"
-        "print(os.environ['GROUP_RANK'], os.environ['LOCAL_WORLD_SIZE'], value.item())\n"
-        "d.destroy_process_group()\n"
-    )
+    """Two supervisors on one machine, each with an address of its own: handshakes, then ranks."""
+    script = "import os\nprint(*(os.environ[name] for name in ('GROUP_RANK', 'LOCAL_WORLD_SIZE', 'WORLD_SIZE')))\n"
+    (tmp_path / "script.py").write_text(script)
     ranks = [{"rank": r, "local_rank": r % 2, "index": r, "uuid": str(r), "memory_fraction": None} for r in range(3)]
-    shared: dict[str, Any] = {"nodes": 2, "world_size": 3, "cuda_visible_devices": ""}
+    shared: dict[str, Any] = {"nodes": 2, "world_size": 3, "preimport": False, "cuda_visible_devices": ""}
     first = launch_config(tmp_path, "script.py", ranks=ranks[:2], node_rank=0, **shared)
     second = launch_config(tmp_path, "script.py", ranks=ranks[2:], node_rank=1, listen=False, **shared)
     with Node(first) as zero, Node(second) as one:
@@ -273,6 +261,6 @@ def test_two_nodes_of_different_size(tmp_path: Path) -> None:
             node.call("go", master_addr="127.0.0.1", master_port=port, environ={"GLOO_SOCKET_IFNAME": "lo"})
         assert [e["code"] for e in one.wait_ended()] == [0]
         zero.wait(lambda n: len(n.data("exited")) == 2)
-        assert [zero.text(rank=0), zero.text(rank=1), one.text(rank=2)] == ["0 2 3.0\n", "0 2 3.0\n", "1 1 3.0\n"]
+        assert [zero.text(rank=0), zero.text(rank=1), one.text(rank=2)] == ["0 2 3\n", "0 2 3\n", "1 1 3\n"]
         zero.call("stop", grace_s=30, reason="all ranks ended")
         assert [e["code"] for e in zero.wait_ended(20)] == [0, 0]

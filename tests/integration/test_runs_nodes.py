@@ -106,8 +106,8 @@ def test_a_head_on_another_host_of_a_shared_home_is_found_by_its_name(lab: Clust
             head.send_signal(signal.SIGKILL)
             logs.communicate(timeout=60)
             assert logs.returncode == 0
-        until(lambda: runs(login, "--all-nodes")[1][0]["state"] == "failed", "its head is dead")
-        verdict = runs(login, "--node", "gpu02")[1][0]["verdicts"][0]
+        [run] = until(lambda: [run for run in runs(login, "--node", "gpu02")[1] if run["state"] == "failed"], "no head")
+        verdict = run["verdicts"][0]
         assert (verdict["kind"], verdict["node"]) == ("head-died", "gpu02")
         assert "has ended already: failed" in login.run(["gpuboard", "stop", "last"], check=True).stdout
 
@@ -115,6 +115,7 @@ def test_a_head_on_another_host_of_a_shared_home_is_found_by_its_name(lab: Clust
 RANK = """\
 import os, sys
 from torch.distributed import barrier
+open("up-" + os.environ["RANK"], "w").close()
 def load():
     sys.stdin.read()
 if os.environ["RANK"] == "1":
@@ -135,28 +136,31 @@ def test_a_job_started_by_hand_on_two_nodes_is_one_picture(lab: Cluster) -> None
             env = {**shared, "RANK": str(rank), "LOCAL_RANK": "0"}
             stack.enter_context(lab[name].popen(command, env=env, stdin=subprocess.PIPE))
 
+        @stack.callback
+        def end() -> None:
+            for name in commands:
+                for process in lab[name].processes(lambda p: "script.py" in p.argv, user="alice"):
+                    lab[name].run(["kill", "-9", str(process.inner)], check=True)
+
         def explained(*words: str, user: str = "alice", code: int = 0) -> str:
             done = login.run(["gpuboard", "explain", *words], user=user)
             assert done.returncode == code, done
             return done.stdout + done.stderr
 
-        until(lambda: "barrier" in explained("--node", "gpu01") and "load" in explained("--node", "gpu02"), "both wait")
-        shown = explained("--node", "gpu0[1-2]").splitlines()
+        for rank in range(2):
+            until(login.path(f"/srv/home/alice/up-{rank}").exists)
+        why = "why: waiting for rank 1 (gpu02:0), which is at script.py:5 in load; rank 0 (gpu01:0) waits in barrier"
+        [text] = until(lambda: [text for text in [explained("--node", "gpu0[1-2]")] if why in text], "both wait")
+        shown = text.splitlines()
         assert shown[0] == "job at 10.88.0.11:29500: 2 of 2 ranks on gpu01, gpu02"
-        assert (
-            "why: waiting for rank 1 (gpu02:0), which is at script.py:4 in load; rank 0 (gpu01:0) waits in " in shown[3]
-        )
+        assert why in shown[3]
         pid = next(p.inner for p in lab["gpu01"].processes(user="alice") if p.argv[1:] == ("script.py",))
         alone = explained("--pid", str(pid), "--node", "gpu01")
         assert "why: waiting for rank 1, which was not found\n" in alone
         assert "not seen: rank 1 of 2: not found on gpu01;" in alone
-        both = json.loads(explained("--pid", str(pid), "--node", "gpu01,gpu02", "--json"))["explanation"]
-        assert [rank["rank"] for rank in both["ranks"]] == [0, 1]
         second = next(p.inner for p in lab["gpu02"].processes(user="alice") if p.argv[1:] == ("script.py",))
-        assert "2 of 2 ranks" in explained("--pid", str(second), "--node", "gpu02,gpu01")
+        both = json.loads(explained("--pid", str(second), "--node", "gpu02,gpu01", "--json"))["explanation"]
+        assert [rank["rank"] for rank in both["ranks"]] == [1, 0], "first those of the node of --pid"
         assert "you have no distributed job on gpu01" in explained("--node", "gpu01", user="bob")
         refused = explained("--node", "gpu01", "--pid", str(pid), user="bob", code=1)
         assert f"gpu01: cannot inspect pid {pid}: it is another user's process" in refused
-        for name in commands:
-            for process in lab[name].processes(lambda p: "script.py" in p.argv, user="alice"):
-                lab[name].run(["kill", "-9", str(process.inner)], check=True)
