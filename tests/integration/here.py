@@ -15,23 +15,6 @@ import pytest
 
 from tests.nvml import Gpu, library, write_script
 
-PATIENCE_S = 60.0  # for what waits for ever; a machine that is busy takes long for anything
-ADDRESSES = 3 << 30  # bytes of address space: a runaway ends before the machine does
-# A small process stands between us and what is measured: a child begins with the peak of what it was forked from.
-_MEASURE = """
-import json, resource, subprocess, sys
-patience, addresses, argv = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-child = subprocess.Popen(argv, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses)))
-try:
-    code = child.wait(patience)
-except subprocess.TimeoutExpired:
-    child.kill()
-    child.wait()
-    code = None
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-sys.stderr.write("\\n\\n" + json.dumps([code, used.ru_utime + used.ru_stime, used.ru_maxrss << 10]))
-"""
-
 
 class Measured(NamedTuple):
     """How a command ended and what it cost."""
@@ -101,17 +84,6 @@ class Here:
             self.command(*args), env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
-
-    def measured(self, *args: str | bytes, **env: str | bytes) -> Measured:
-        """Run gpuboard to its end, at most ``PATIENCE_S`` and with at most ``ADDRESSES`` of memory."""
-        argv = [sys.executable, "-S", "-c", _MEASURE, str(PATIENCE_S), str(ADDRESSES), *self.command(), *args]
-        done = subprocess.run(
-            argv, env={**self.env, **env}, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S + 60,
-            cwd=Path(__file__).parents[2],
-        )  # fmt: skip
-        stderr, _, figures = done.stderr.decode("utf-8", "replace").rpartition("\n\n")
-        code, seconds, peak = json.loads(figures)
-        return Measured(code, done.stdout.decode("utf-8", "replace"), stderr, seconds, peak)
 
     def json(self, *args: str) -> Any:
         """Run gpuboard, which must succeed, and return the JSON it printed."""

@@ -33,6 +33,18 @@ def unlocked(lock: Path) -> bool:
     return True
 
 
+def command_line(pid: str) -> bytes:
+    """Return a process's command line, b"" after its end. A poll reads all of them: pathlib takes 4 times as long."""
+    try:
+        fd = os.open(f"/proc/{pid}/cmdline", os.O_RDONLY)
+        try:
+            return os.read(fd, 65536)
+        finally:
+            os.close(fd)
+    except OSError:
+        return b""
+
+
 class Lab:
     """One user's files below ``folder``."""
 
@@ -131,15 +143,8 @@ class Lab:
 
     def keepers(self) -> list[int]:
         """Return the pids of all processes that are a keeper of this lab."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if (entry / "cmdline").read_bytes().endswith(str(self.place).encode() + b"\0"):
-                        found.append(int(entry.name))
-                except OSError:
-                    continue
-        return found
+        folder = f"{self.place}\0".encode()
+        return [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and command_line(pid).endswith(folder)]
 
     def close(self) -> None:
         """End every keeper and script of this lab."""

@@ -234,9 +234,9 @@ def test_many_claims_on_one_gpu_are_a_short_conflict(folder: str) -> None:
 
 
 def test_a_reading_always_fits(folder: str) -> None:
-    """20,000 claims of one user, 200 of each of 10 others, each of the largest size; alice has 16."""
+    """6,000 claims of one user, 200 of each of 10 others, each of the largest size; alice has 16."""
     alice_holds(folder, *(f"GPU-{number:02}" for number in range(16)))
-    by_hand(folder, BOB, *(("GPU-00", lease) for lease in names("b", 20000)))
+    by_hand(folder, BOB, *(("GPU-00", lease) for lease in names("b", 6000)))
     for number in range(10):
         claimed = ((f"GPU-{number:02}", lease) for lease in names(f"c{number}", 200))
         by_hand(folder, 30000 + number, *claimed, purpose="\x01" * 512, nodes=["n" * 255] * 4)
@@ -249,7 +249,7 @@ def test_a_reading_always_fits(folder: str) -> None:
     assert by_user[ALICE] == 16
     assert min(by_user.values()) > 15
     [cut] = [claim["reason"] for claim in found if claim["uid"] == BOB and claim["state"] == "garbage"]
-    assert cut == f"{20000 - by_user[BOB]} more claims are not shown"
+    assert cut == f"{6000 - by_user[BOB]} more claims are not shown"
 
 
 def test_garbage_costs_a_check_each_and_its_owner_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ def test_garbage_costs_a_check_each_and_its_owner_is_named(folder: str, monkeypa
 def test_new_claims_are_seen_among_garbage_that_changes_all_the_time(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for lease in names("z", 5000):
+    for lease in names("z", 2000):
         make(f"{folder}/gpuboard.GPU-b.{lease}", BOB, mode=0o666)
     reader = claims.Folder(folder)
     reader.read()
@@ -298,7 +298,7 @@ def test_new_claims_are_seen_among_garbage_that_changes_all_the_time(
             opens.append(counted.calls["open"])
             time.sleep(0.02)  # the pace of the readings
         assert set(leases) == seen
-    assert median(opens) < 400, opens  # of 5,000 files; a search among all of them comes at intervals
+    assert median(opens) < 400, opens  # of 2,000 files; a search among all of them comes at intervals
 
 
 # 11. Claims without a process.

@@ -131,7 +131,7 @@ def put(folder: str, entry: dict[str, Any]) -> str | None:
     return name if owner == BOB else None
 
 
-@settings(max_examples=int(os.environ.get("GPUBOARD_TEST_EXAMPLES", "60")))
+@settings(max_examples=int(os.environ.get("GPUBOARD_TEST_EXAMPLES", "30")))
 @given(entries=ENTRIES)
 def test_alices_claims_are_seen_and_kept_beside_any_files(entries: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory(prefix="gpuboard-claims-", dir="/var/tmp") as folder:

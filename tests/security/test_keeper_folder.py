@@ -68,21 +68,21 @@ def end(lab: Lab, script: subprocess.Popen[str]) -> None:
     assert lab.records() == set()
 
 
-@pytest.mark.parametrize("remove", REMOVALS)
-def test_a_keeper_with_leases_is_found_again(lab: Lab, remove: Remove) -> None:
+def test_a_keeper_with_leases_is_found_again_after_each_removal(lab: Lab) -> None:
     script = lab.holding("kept1")
     first = lab.keepers()
-    remove(lab)
-    until(lambda: lab.records() == {"kept1"} and found(lab) in first, "commands find it")
-    assert list(keeper.holders(lab.env)) == ["kept1"]
-    keeper.renew("kept1", 7200, lab.env)
-    assert "kept1" in (lab.place / "kept1.json").read_text()
-    take_and_release(lab, "next1", 1)
-    assert lab.keepers() == first
+    for number, remove in enumerate(REMOVALS):
+        remove(lab)
+        until(lambda: lab.records() == {"kept1"} and found(lab) in first, f"commands find it: {remove.__name__}")
+        assert list(keeper.holders(lab.env)) == ["kept1"]
+        keeper.renew("kept1", 7200, lab.env)
+        assert "kept1" in (lab.place / "kept1.json").read_text()
+        take_and_release(lab, f"next{number}", 1)
+        assert lab.keepers() == first
     end(lab, script)
 
 
-@pytest.mark.parametrize("remove", REMOVALS)
+@pytest.mark.parametrize("remove", [remove_all, remove_lock, remove_socket, remove_both])
 def test_a_lease_reserved_right_after_the_removal(lab: Lab, remove: Remove) -> None:
     """Two keepers may run then; finally one of them has both leases."""
     script = lab.holding("kept2")
@@ -97,7 +97,7 @@ def test_a_lease_reserved_right_after_the_removal(lab: Lab, remove: Remove) -> N
     end(lab, script)
 
 
-@pytest.mark.parametrize("remove", REMOVALS)
+@pytest.mark.parametrize("remove", [remove_all, remove_lock, remove_socket])  # its folder holds no record
 def test_a_lingering_keeper_without_leases_ends(lab: Lab, remove: Remove) -> None:
     take_and_release(lab, "gone3", 0)
     assert lab.keepers()
@@ -114,7 +114,7 @@ def test_a_lingering_keeper_without_leases_ends(lab: Lab, remove: Remove) -> Non
 
 @pytest.mark.parametrize("remove", [remove_all, remove_socket])
 def test_removed_again_and_again_while_keepers_start_and_end(lab: Lab, remove: Remove) -> None:
-    for number in range(4):
+    for number in range(2):
         take_and_release(lab, f"round{number}", number)
         remove(lab)
         early = keeper.start_early(lab.env)
@@ -137,7 +137,7 @@ def test_a_folder_removed_while_a_lease_is_handed_over(lab: Lab) -> None:
     end(lab, script)
 
 
-@pytest.mark.parametrize("remove", REMOVALS)
+@pytest.mark.parametrize("remove", [remove_all, remove_lock])  # its socket is removed before
 def test_a_suspended_keeper_is_named_with_the_remedy(lab: Lab, remove: Remove) -> None:
     script = lab.holding("stop5")
     pid = lab.signal_keeper(signal.SIGSTOP)

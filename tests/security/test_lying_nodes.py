@@ -82,8 +82,8 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
 
 
 def test_lying_nodes_are_identified_and_take_no_memory_and_no_time_of_others(servers: Servers) -> None:
-    alone = servers.watch({}, 2.0)
-    beside = servers.watch(MARKS, 5.0)
+    alone = servers.watch({}, 1.0)
+    beside = servers.watch(MARKS, 3.0)
     for name, marks in MARKS.items():
         told = beside["errors"][name]
         assert any(mark in words for words in told for mark in marks), (name, told)

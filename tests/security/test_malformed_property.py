@@ -357,7 +357,7 @@ def test_a_run_survives_any_message_of_a_supervisor(data: st.DataObject) -> None
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_preflight_judges_whatever_was_answered(data: st.DataObject) -> None:
     plan = planned()
     asked = collect.PreflightCalls(plan, supervisors.Supervisors(plan, {}, Connector(Settings()), queue.SimpleQueue()))

@@ -1,6 +1,7 @@
 """One's own input, however large, odd or wrong: a usage error within a second and 100 MB, on every command and place.
 
-Whole processes, measured: exit code 2, words that say what is wrong where, no traceback, bounded time and memory.
+Processes, measured: exit code 2, words that say what is wrong where, no traceback, bounded time and memory. Most are
+forks (tests/security/forked.py); bytes and what is read before any import are given to whole processes too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.integration.here import Here, Measured
+from tests.integration.here import Here
 from tests.integration.test_bad_input import MAP, check_no_gpu_given
 from tests.nvml import Gpu
+from tests.security.forked import Forked
 
 PEAK = 100_000_000  # bytes; Python with our imports takes half of it
 SECONDS = 3.0  # of CPU time: 0.2 to 0.9 where nothing else runs, more where caches are shared
@@ -150,6 +152,7 @@ ROWS = {
     "long-model": Row("allocate --n 1", "--model", {}, ["--model", "[" + "a*" * 60_000]),
 }  # fmt: skip
 ANOTHER_CODE = {"line-lease": 5}
+WHOLE = ("product-1", "config-0", "config-allocate-1", "number-variable-7", "bytes-command")
 
 
 def files(folder: Path) -> list[int]:
@@ -211,11 +214,19 @@ def large_rank_map(n: int) -> str:
     return f'{{{head},"nodes":[{nodes}],"ranks":[{ranks}]}}'
 
 
-def measured(here: Here, row: Row) -> Measured:
-    """Run one row of the table."""
-    line = row.line.replace("{}", str(here.folder)).split()
-    env = {k: v.replace("{}", str(here.folder)) if isinstance(v, str) else v for k, v in row.env.items()}
-    return here.measured(*line, *row.more, **env)
+@pytest.fixture(scope="module")
+def forked(place: Here) -> Iterator[Forked]:
+    found = Forked(place)
+    yield found
+    found.close()
+
+
+def command(place: Here, name: str) -> tuple[list[Bytes], dict[str, Bytes]]:
+    """Return the arguments and the environment of one row of the table."""
+    row = ROWS[name]
+    line = row.line.replace("{}", str(place.folder)).split()
+    env = {k: v.replace("{}", str(place.folder)) if isinstance(v, str) else v for k, v in row.env.items()}
+    return [*line, *row.more], env
 
 
 def test_a_pipe_is_read_as_a_file_is(here: Here) -> None:
@@ -232,9 +243,9 @@ def test_a_pipe_is_read_as_a_file_is(here: Here) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_errors_in_the_users_input_are_reported_at_once(place: Here, name: str) -> None:
+def test_errors_in_the_users_input_are_reported_at_once(place: Here, forked: Forked, name: str) -> None:
     row = ROWS[name]
-    done = measured(place, row)
+    done = forked.measured(*command(place, name))
     assert done.returncode == ANOTHER_CODE.get(name, 2), done.stderr[-2000:]
     assert "this is a bug" not in done.stderr
     assert "Traceback" not in done.stderr
@@ -245,3 +256,10 @@ def test_errors_in_the_users_input_are_reported_at_once(place: Here, name: str) 
     assert done.seconds < SECONDS
     if row.line.startswith("allocate") and "--json" not in row.line:
         check_no_gpu_given(row.line, done)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_process_reports_the_same(place: Here, forked: Forked, name: str) -> None:
+    args, env = command(place, name)
+    done = place.run(*map(os.fsdecode, args), **{key: os.fsdecode(value) for key, value in env.items()})
+    assert (done.returncode, done.stdout, done.stderr) == forked.measured(args, env)[:3]

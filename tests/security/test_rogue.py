@@ -17,13 +17,13 @@ UNKNOWN = -1  # the driver does not report it
 
 
 class Lab:
-    """gpu01 with three GPUs, on which processes are put."""
+    """gpu01 with nine GPUs, on which processes are put."""
 
     def __init__(self, nodes: Cluster, stack: ExitStack) -> None:
         self.nodes = nodes
         self.node = nodes["gpu01"]
         self._stack = stack
-        self.node.script([Gpu(), Gpu(), Gpu()])
+        self.node.script([Gpu()] * 9)
 
     def gpuboard(self, *args: str, user: str) -> Any:
         """Run a command on login1 that prints JSON; return that."""
@@ -31,9 +31,9 @@ class Lab:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def reserve(self) -> str:
-        """Reserve GPU 0 for alice; return the lease."""
-        asked = ["allocate", "--gpus", "gpu01:0", "--detach", "--for", "10m", "--format", "json"]
+    def reserve(self, gpus: str) -> str:
+        """Reserve GPUs for alice; return the lease."""
+        asked = ["allocate", "--gpus", f"gpu01:{gpus}", "--detach", "--for", "10m", "--format", "json"]
         return str(self.gpuboard(*asked, user="alice")["lease"]["id"])
 
     def run(self, user: str, name: str = "python", **env: str) -> int:
@@ -61,42 +61,37 @@ def rogues(gpu: dict[str, Any]) -> list[int]:
 
 
 def test_a_process_with_her_lease_in_its_environment_is_still_its_own_uids(lab: Lab) -> None:
-    lease = lab.reserve()
+    lease = lab.reserve("0")
     thief = lab.run("bob", GPUBOARD_LEASE=lease)
     hers = lab.run("alice", GPUBOARD_LEASE=lease)
-    lab.node.script([Gpu(used=2 * GIB, processes=(("compute", thief, GIB), ("compute", hers, GIB))), Gpu(), Gpu()])
+    lab.node.script([Gpu(used=2 * GIB, processes=(("compute", thief, GIB), ("compute", hers, GIB)))])
     for user in ("bob", "root", "alice"):  # the first two can read the variable
         gpu = lab.seen(user)[0]
         assert gpu["flags"] == ["rogue"], user
         assert rogues(gpu) == [thief], user
 
 
-def test_the_name_of_a_display_server_hides_nobodys_process(lab: Lab) -> None:
-    lab.reserve()
+def test_neither_a_display_servers_name_nor_unknown_memory_hides_a_process(lab: Lab) -> None:
+    lab.reserve("0,3,6,7")
     thief = lab.run("bob", "Xorg")
     display = lab.run("root", "Xorg")
-    for memory in (100 * 2**20, UNKNOWN):
-        processes = (("compute", thief, memory), ("compute", display, memory))
-        lab.node.script([
-            Gpu(used=200 * 2**20, processes=processes),
-            Gpu(used=100 * 2**20, processes=processes[:1]),
-            Gpu(used=100 * 2**20, processes=processes[1:]),
-        ])  # fmt: skip
-        held, taken, free = lab.seen("alice")
-        assert (held["state"], held["flags"], rogues(held)) == ("reserved", ["rogue"], [thief]), memory
-        assert (taken["state"], taken["reason"]) == ("busy", f"bob: Xorg (pid {thief})"), memory
-        assert (free["state"], free["flags"]) == ("free", []), memory  # a real one is no use of the GPU
-
-
-def test_unknown_memory_is_not_little_where_much_is_used(lab: Lab) -> None:
-    lab.reserve()
-    display = lab.run("root", "Xorg")
     hers = lab.run("alice")
-    big: dict[str, Any] = {"used": 30 * GIB, "processes": (("compute", display, UNKNOWN),)}
-    lab.node.script([Gpu(**big), Gpu(**big), Gpu()])
-    held, taken, _ = lab.seen("alice")
+
+    def gpu(used: int, memory: int, *pids: int) -> Gpu:
+        return Gpu(used=used, processes=tuple(("compute", pid, memory) for pid in pids))
+
+    little = 100 * 2**20
+    lab.node.script([
+        gpu(2 * little, little, thief, display), gpu(little, little, thief), gpu(little, little, display),
+        gpu(2 * little, UNKNOWN, thief, display), gpu(little, UNKNOWN, thief), gpu(little, UNKNOWN, display),
+        gpu(30 * GIB, UNKNOWN, display), gpu(30 * GIB, UNKNOWN, display, hers), gpu(30 * GIB, UNKNOWN, display),
+    ])  # fmt: skip
+    seen = lab.seen("alice")
+    for held, taken, free in (seen[:3], seen[3:6]):
+        assert (held["state"], held["flags"], rogues(held)) == ("reserved", ["rogue"], [thief])
+        assert (taken["state"], taken["reason"]) == ("busy", f"bob: Xorg (pid {thief})")
+        assert (free["state"], free["flags"]) == ("free", [])  # a real one is no use of the GPU
+    held, beside_hers, taken = seen[6:]
     assert (held["flags"], rogues(held)) == (["rogue"], [display])
+    assert rogues(beside_hers) == []  # then the memory is hers
     assert (taken["state"], taken["reason"]) == ("busy", f"root: Xorg (pid {display})")
-    beside = (("compute", display, UNKNOWN), ("compute", hers, UNKNOWN))  # then it is hers
-    lab.node.script([Gpu(used=30 * GIB, processes=beside), Gpu(), Gpu()])
-    assert rogues(lab.seen("alice")[0]) == []

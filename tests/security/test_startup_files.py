@@ -20,6 +20,7 @@ from tests.waiting import Stopwatch
 __all__ = ["lab"]
 pytestmark = pytest.mark.nodes
 one_transport = pytest.mark.parametrize("transport", ["asyncssh"])  # they read the same stream: one each is enough
+other_transports = pytest.mark.parametrize("transport", ["openssh", "paramiko"])
 GREETING = "printf '\\033]0;n1\\007'\n"
 LATER = "(for i in 1 2 3 4 5 6 7 8 9 10; do printf 'later '; sleep 0.3; done) &\n"
 READS = "reads standard input"
@@ -66,7 +67,7 @@ def take_and_release(lab: Lab, nodes: Cluster, *names: str) -> None:
     assert claims(nodes) == []
 
 
-@each_transport
+@other_transports
 def test_output_without_a_line_end_hides_no_lease(lab: Lab, nodes: Cluster) -> None:
     startup(lab, GREETING)
     take_and_release(lab, nodes, "gpu01")
@@ -74,7 +75,7 @@ def test_output_without_a_line_end_hides_no_lease(lab: Lab, nodes: Cluster) -> N
 
 @one_transport
 def test_other_output_without_a_line_end_hides_no_lease(lab: Lab, nodes: Cluster) -> None:
-    startup(lab, on_each_host(gpu01="echo -n hi\n", gpu02="echo hi; echo -n there\n", gpu03=LATER))
+    startup(lab, on_each_host(gpu01=GREETING, gpu02="echo hi; echo -n there\n", gpu03=LATER))
     take_and_release(lab, nodes, "gpu01", "gpu02", "gpu03")
 
 
@@ -140,7 +141,7 @@ def test_a_launch_works_with_such_output(lab: Lab) -> None:
     script = lab.ssh.parent / "train.py"
     script.write_text("print('trained')\n")
     own(script)
-    done = gpuboard(lab, "launch", "--n", "1", "--device", "cpu", "train.py")
+    done = gpuboard(lab, "launch", "--n", "1", "--device", "cpu", "--no-preimport", "train.py")
     assert (done.returncode, "trained" in done.stdout) == (0, True), done.stderr
     assert "Traceback" not in done.stderr
     assert "no answer" not in done.stderr, done.stderr

@@ -28,7 +28,7 @@ from tests.waiting import read_line, until
 pytestmark = pytest.mark.nodes
 
 ROUNDS = int(os.environ.get("GPUBOARD_STORM_ROUNDS", "1"))
-SHELLS = int(os.environ.get("GPUBOARD_STORM_SHELLS", "8"))
+SHELLS = int(os.environ.get("GPUBOARD_STORM_SHELLS", "6"))
 GPUS = 3  # of each node: the shells of the suite ask for more than all of them
 PEOPLE = ("alice", "bob", "carol")
 LIFE_S = 90.0  # of a claim without a heartbeat

@@ -26,6 +26,9 @@ FLOOD = 400  # connections of a kind, well above that
 LOG_LIMIT = 8192  # bytes on stderr, whatever clients do
 
 Connect = Callable[[], socket.socket]
+# What the server does with a request or a page once it is read: it is the same on both.
+on_the_port = pytest.mark.parametrize("serving", ["port"], indirect=True)
+on_the_socket = pytest.mark.parametrize("serving", ["socket"], indirect=True)
 
 
 def test_a_kind_of_line_is_written_once_a_minute_and_the_rest_is_counted() -> None:
@@ -165,6 +168,7 @@ def test_responses_that_are_not_read_are_dropped(serving: Serving, connect: Conn
     close_all(standing)
 
 
+@on_the_socket
 def test_a_head_without_end_costs_no_memory(serving: Serving, connect: Connect) -> None:
     log_in(serving, connect)
     before = rss(serving.process.pid)
@@ -175,6 +179,7 @@ def test_a_head_without_end_costs_no_memory(serving: Serving, connect: Connect) 
     close_all(standing)
 
 
+@on_the_port
 def test_refused_and_garbled_requests_are_a_few_lines_in_the_log(serving: Serving, connect: Connect) -> None:
     for number in range(200):
         assert b" 403 " in ask(connect, get(serving, f"/{number}"))
@@ -228,31 +233,28 @@ def test_odd_names_and_targets_are_refused_with_a_reason(serving: Serving, conne
     assert serving.boards() == []
 
 
-@pytest.mark.parametrize(
-    "message", ["[" * 500_000, '["ping",' * 100_000, f'["resize",{{"width":{"9" * 5000},"height":1}}]']
-)
-async def test_a_page_that_sends_odd_messages_ends_its_own_board(
-    serving: Serving, connect: Connect, message: str
-) -> None:
+@on_the_socket
+async def test_a_page_that_sends_odd_messages_ends_its_own_board(serving: Serving, connect: Connect) -> None:
     page, cookie = log_in(serving, connect)
-    async with (
-        aiohttp.ClientSession(connector=connector(connect), headers={"Cookie": cookie}) as session,
-        session.ws_connect(f"{serving.base}{page}ws", origin=serving.base) as websocket,
-        asyncio.timeout(60),
-    ):
-        await websocket.send_str(message)
-        async for _ in websocket:
-            continue
-    until(lambda: serving.boards() == [], "its board ends")
+    for message in ("[" * 500_000, '["ping",' * 100_000, f'["resize",{{"width":{"9" * 5000},"height":1}}]'):
+        async with (
+            aiohttp.ClientSession(connector=connector(connect), headers={"Cookie": cookie}) as session,
+            session.ws_connect(f"{serving.base}{page}ws", origin=serving.base) as websocket,
+            asyncio.timeout(60),
+        ):
+            await websocket.send_str(message)
+            async for _ in websocket:
+                continue
+        until(lambda: serving.boards() == [], f"its board ends: {message[:20]}")
 
 
 def connector(connect: Connect) -> aiohttp.BaseConnector:
-    """Return what aiohttp's client connects to the server with."""
+    """Return what aiohttp's client connects to the server's socket with."""
     with connect() as connection:
-        peer = connection.getpeername()
-    return aiohttp.UnixConnector(peer) if isinstance(peer, str) else aiohttp.TCPConnector()
+        return aiohttp.UnixConnector(connection.getpeername())
 
 
+@on_the_port
 def test_a_page_that_answers_no_ping_ends_with_its_board(serving: Serving, connect: Connect) -> None:
     page, cookie = log_in(serving, connect)
     upgrade = ("Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==")

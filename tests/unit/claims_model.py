@@ -178,9 +178,11 @@ class Checker:
         self.world = world
         self.machine = Machine(protocol, world)
         self.states = 0
-        self.endings: set[tuple[bool, ...]] = set()  # which takers had got what they wanted, for every way it can end
+        # Which takers had got what they wanted, for every way it can end without a death and a full disk.
+        self.endings: set[tuple[bool, ...]] = set()
         self._writer = {name: who for who, script in enumerate(world.scripts) for name in names(script)}
         self._judged: dict[tuple[str, File, float], rules.Judged] = {}
+        self._live: dict[tuple[Files, int], set[str]] = {}
 
     def run(self) -> int:
         """Explore everything; return the number of states. Raises Violation."""
@@ -192,7 +194,7 @@ class Checker:
             while stack:
                 at = state = stack.pop()
                 moves = self._moves(state)
-                if not moves and not any(process.waits and process.node >= 0 for process in state.processes):
+                if not moves and self._undisturbed(state):
                     self.endings.add(tuple(process.took for process in state.processes))
                 for label, successor in moves:
                     if successor not in parents:
@@ -204,6 +206,11 @@ class Checker:
             raise Violation(f"{violation}\n" + _way(parents, at)) from None
         self.states = len(parents)
         return self.states
+
+    def _undisturbed(self, state: State) -> bool:
+        """Tell whether no process has died, met a full disk, or waits for time to pass."""
+        whole = (state.deaths, state.faults) == (self.world.deaths, self.world.faults)
+        return whole and not any(process.waits and process.node >= 0 for process in state.processes)
 
     def _first(self) -> State:
         files: dict[str, File] = {}
@@ -350,7 +357,7 @@ class Checker:
             case ("unlock",):
                 state = state._replace(lock=-1 if state.lock == who else state.lock)
         if step[0] not in {"clock", "list", "read", "owner", "lock", "unlock"}:
-            state = state._replace(files=tuple(sorted(files.items())))
+            state = State(tuple(sorted(files.items())), *state[1:])
         return self._go_on(state, who, answer)
 
     def _go_on(self, state: State, who: int, answer: Any) -> State:
@@ -397,11 +404,8 @@ class Checker:
     def _check(self, state: State) -> None:
         """Raise Violation when two hold one GPU, a process lacks a GPU it was granted, or a dispute is hidden."""
         now = self._now(state)
-        clock = rules.Clock(WALL + now, now)
-        judged = [self._judge(name, file, clock) for name, file in state.files if name.startswith(rules.PREFIX)]
-        live = {one.entry.name: one for one in judged if one.state == "live"}
-        if len({one.content["uuid"] for one in live.values()}) < len(live):
-            self._disputes_show(judged, clock)
+        if (live := self._live.get((state.files, state.passed))) is None:
+            live = self._live[state.files, state.passed] = self._living(state.files, now)
         holders: dict[str, int] = {}
         for who, process in enumerate(state.processes):
             if process.valid_until is None or now >= process.valid_until:
@@ -414,6 +418,15 @@ class Checker:
                 if gpu in holders:
                     raise Violation(f"{gpu} is held by processes {holders[gpu]} and {who}")
                 holders[gpu] = who
+
+    def _living(self, files: Files, now: float) -> set[str]:
+        """Return the names of the live claims. Raises Violation when a dispute between them is hidden."""
+        clock = rules.Clock(WALL + now, now)
+        judged = [self._judge(name, file, clock) for name, file in files if name.startswith(rules.PREFIX)]
+        live = {one.entry.name: one for one in judged if one.state == "live"}
+        if len({one.content["uuid"] for one in live.values()}) < len(live):
+            self._disputes_show(judged, clock)
+        return set(live)
 
     def _disputes_show(self, judged: list[rules.Judged], clock: rules.Clock) -> None:
         for claim in wire.picture(judged, clock, str):
@@ -436,8 +449,8 @@ class Checker:
 
 
 def _with(state: State, who: int, process: Process) -> State:
-    files, processes, *rest = state
-    return State(files, (*processes[:who], process, *processes[who + 1 :]), *rest)
+    files, processes, passed, deaths, faults, lock = state
+    return State(files, (*processes[:who], process, *processes[who + 1 :]), passed, deaths, faults, lock)
 
 
 def _words(step: tuple[Any, ...]) -> str:

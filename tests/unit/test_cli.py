@@ -108,11 +108,18 @@ def test_version() -> None:
         (("run", "--n", "1", "--", ""), "no command given; write it after --"),
     ],
 )
-def test_usage_errors_exit_2_with_a_remedy(argv: tuple[str, ...], words: str) -> None:
-    code, out, err = gpuboard(*argv)
+def test_usage_errors_exit_2_with_a_remedy(
+    argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(argv)
+    out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     assert err.startswith("gpuboard: ")
     assert words in err
+
+
+def test_a_process_exits_with_the_code_of_a_usage_error() -> None:
+    assert gpuboard("status", "surplus")[:2] == (2, "")
 
 
 @pytest.mark.parametrize(
@@ -184,12 +191,15 @@ def test_empty_value_fails_closed_for_allocate_and_env() -> None:
         assert "empty value; is a shell variable unset?" in err
 
 
-def test_invalid_setting_stops_every_command_that_needs_settings(tmp_path: Path) -> None:
+def test_invalid_setting_stops_every_command_that_needs_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "config.toml"
     file.write_text("nodes = 3")
     for command in ("config", "status", "leases"):
-        code, out, err = gpuboard(command, "--config", str(file))
-        assert (code, out) == (2, "")
+        assert main([command, "--config", str(file)]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
         assert err == f"gpuboard: {file}: nodes: must be a list, not a whole number\n"
 
 
@@ -339,19 +349,24 @@ def test_interrupt_during_an_import_is_deferred(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
 
 
-def test_config_checks_the_theme(tmp_path: Path) -> None:
+def test_config_checks_the_theme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = tmp_path / "gpuboard" / "themes"
     own.mkdir(parents=True)
-    env = {"XDG_CONFIG_HOME": str(tmp_path)}
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     known = "colour-blind, dark, high-contrast, light, plain, terminal"
-    assert json.loads(gpuboard("config", "--json", env=env | {"GPUBOARD_THEME": "drak"})[1])["problems"] == [
-        f"theme = 'drak' is not one of: auto, {known}"
-    ]
-    assert gpuboard("config", env=env | {"GPUBOARD_THEME": "dark"})[2] == ""
+    monkeypatch.setenv("GPUBOARD_THEME", "drak")
+    assert main(["config", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == [f"theme = 'drak' is not one of: auto, {known}"]
+    monkeypatch.setenv("GPUBOARD_THEME", "dark")
+    assert main(["config"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.delenv("GPUBOARD_THEME")
     (own / "mine.toml").write_text('like = "dark"\n[colors]\nprimary = "no colour"\n')
     broken = "mine.toml: colors.primary = 'no colour' is not a colour; write #57d38c, ansi_green or a CSS name"
-    code, _, err = gpuboard("config", env=env)
-    assert (code, err) == (0, f"gpuboard: {broken}\n")
+    assert main(["config"]) == 0
+    assert capsys.readouterr().err == f"gpuboard: {broken}\n"
 
 
 def test_the_value_of_an_option_may_begin_with_a_dash() -> None:

@@ -128,7 +128,7 @@ def test_a_request_is_handled_before_output_that_is_queued(tmp_path: Path, monke
 
 def test_a_deadline_passes_only_after_all_that_arrived_before_it(tmp_path: Path) -> None:
     with unopened(tmp_path) as head:
-        for _ in range(5000):
+        for _ in range(1500):
             head._inbox.put(SupervisorEvent("gpu02", RESET))
         assert not head._pump(lambda: False, time.monotonic())
         assert head._inbox.empty()

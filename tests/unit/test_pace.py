@@ -163,7 +163,7 @@ def test_chance_names_a_rank_by_its_first_steps_in_less_than_one_of_10000_runs()
     for ranks in range(2, 2000):
         assert FIRST_LOOKS * float(ranks) ** (1 - first_steps(ranks)) <= 1e-4
     named = 0
-    for seed in range(60):
+    for seed in range(20):
         for draw in NOISE:
             for ranks in (2, 3, 8):
                 noise = random.Random(seed)

@@ -420,7 +420,7 @@ gpus_of = st.lists(st.tuples(states, st.integers(0, 81), st.integers(0, 3)), min
     st.one_of(st.none(), st.integers(1, 80)),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_only_free_gpus_as_many_as_requested_and_deterministic(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     nodes, n, per_node, max_nodes, mem, dice
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuboard.errors import GpuboardError, UsageError
@@ -35,6 +35,7 @@ TREES = st.recursive(
 
 
 @given(TREES, TREES)
+@settings(max_examples=40)
 def test_a_change_leads_from_one_tree_to_the_other(old: Any, new: Any) -> None:
     change = difference(old, new)
     kept = json.dumps(old)

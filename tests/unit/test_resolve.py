@@ -95,7 +95,8 @@ def test_files_that_asyncssh_cannot_read_are_not_given_to_it(tmp_path: Path) -> 
 
 def test_keys_agent_and_addresses_are_those_of_an_included_file(tmp_path: Path) -> None:
     for name in ("mine", "other"):
-        subprocess.run(["ssh-keygen", "-q", "-N", "secret", "-f", str(tmp_path / name)], check=True)
+        words = ["-t", "ed25519", "-a", "1", "-N", "secret", "-f", str(tmp_path / name)]
+        subprocess.run(["ssh-keygen", "-q", *words], check=True)
     public = base64.b64decode((tmp_path / "mine.pub").read_text().split()[1])
     (tmp_path / "mine.pub").unlink()
     (tmp_path / "more").write_text(

@@ -98,7 +98,7 @@ def test_messages_do_not_depend_on_how_bytes_are_split(sizes: list[int]) -> None
     assert wire.error is None
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.integers(0, len(transcript())), TEXT, st.booleans())
 def test_text_inserted_anywhere_is_read_or_ends_the_link(at: int, text: str, ours: bool) -> None:
     data, wire = transcript(), Wire()

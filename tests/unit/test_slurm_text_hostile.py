@@ -89,7 +89,7 @@ def damaged(draw: st.DrawFn, text: str) -> str:
     return text[:at] + put + text[at + (length if how != "more" else 0) :]
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.data())
 def test_no_damage_to_the_text_about_nodes_invents_a_free_gpu(data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(CASES))
@@ -104,7 +104,7 @@ def test_no_damage_to_the_text_about_nodes_invents_a_free_gpu(data: st.DataObjec
     assert {name: gpus & taken[name] for name, gpus in after.items() if name in taken and gpus & taken[name]} == {}
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.data())
 def test_no_damage_to_the_text_about_jobs_invents_a_free_gpu(data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(CASES))
@@ -224,7 +224,7 @@ def looked(
     return listed, held, notes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(clusters(), st.booleans())
 def test_no_user_can_forge_anothers_jobs(cluster: list[Job], typed: bool) -> None:
     listed, held, _ = looked(cluster, typed=typed, tell=True)
@@ -248,7 +248,7 @@ def test_no_user_can_forge_anothers_jobs(cluster: list[Job], typed: bool) -> Non
         assert now == truth
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(clusters(), st.booleans())
 def test_without_squeue_no_gpu_in_use_is_free(cluster: list[Job], typed: bool) -> None:
     listed, held, _ = looked(cluster, typed=typed, tell=False)

@@ -63,7 +63,7 @@ def test_any_bytes_are_read_or_refused(data: bytes, more: bytes) -> None:
     free(read_csv(data, more))
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(RECORDED)), st.data())
 def test_text_put_in_anywhere_frees_no_gpu(name: str, data: st.DataObject) -> None:
     recorded = RECORDED[name]
@@ -72,7 +72,7 @@ def test_text_put_in_anywhere_frees_no_gpu(name: str, data: st.DataObject) -> No
     assert free(read_xml(recorded[:at] + text + recorded[at:])) <= free(read_xml(recorded))
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(TEXT)
 @example(FORGED)
 def test_no_name_of_a_process_frees_a_gpu(name: str) -> None:
@@ -81,7 +81,7 @@ def test_no_name_of_a_process_frees_a_gpu(name: str) -> None:
     assert free(read_xml(forged)) <= {"GPU-5eed0001-0000-4000-8000-000000000000"}
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.sampled_from(sorted(ROWS)), TEXT, st.data())
 def test_text_put_into_the_queries_frees_no_gpu(name: str, text: str, data: st.DataObject) -> None:
     rows = ROWS[name]

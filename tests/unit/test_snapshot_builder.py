@@ -200,7 +200,7 @@ def rogue(gpu: GpuView) -> list[str | None]:
 
 
 @given(st.data(), st.booleans(), st.sampled_from([1.0, 5.0]))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_later_snapshots_equal_those_of_a_new_builder(data: st.DataObject, one_shot: bool, interval_s: float) -> None:
     view = View(
         now=1000.0, at=1.0, cluster="c", thresholds=Thresholds(), users=USERS, interval_s=interval_s, one_shot=one_shot
