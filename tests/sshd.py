@@ -28,13 +28,14 @@ class Sshd:
         self.port = int(self._held.getsockname()[1])
         self.key = make_key(folder / "user_key")
         host_key = make_key(folder / "host_key")
-        shutil.copy(f"{self.key}.pub", folder / "authorized_keys")
+        # With SHLVL bash does not read root's own .bashrc, which can take longer than the rest of a test.
+        (folder / "authorized_keys").write_text(f'environment="SHLVL=1" {Path(f"{self.key}.pub").read_text()}')
         self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {Path(f'{host_key}.pub').read_text()}")
         (folder / "sshd_config").write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {host_key}\nPidFile {folder}/sshd.pid\n"
             f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n"
             f"KbdInteractiveAuthentication no\nPermitRootLogin yes\nMaxStartups {startups}\nMaxSessions 200\n"
-            f"LogLevel ERROR\n{extra}"
+            f"LogLevel ERROR\nPermitUserEnvironment SHLVL\n{extra}"
         )
         self.ssh_config.write_text("")
         Path("/run/sshd").mkdir(exist_ok=True)  # required by Debian's sshd; its service creates it, too

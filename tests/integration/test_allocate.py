@@ -23,10 +23,9 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("_claims")
 
-# How people call us in each shell; {command} is gpuboard's command line.
+# How people call us in each shell; {command} is gpuboard's command line. dash: test_holder_allocate.py
 EVALUATE = {
     "sh": 'eval "$({command})"; echo $?',
-    "dash": 'eval "$({command})"; echo $?',
     "bash": 'eval "$({command})"; echo $?',
     "zsh": 'eval "$({command})"; echo $?',
     "tcsh": 'eval "`{command}`"; echo $status',
@@ -220,20 +219,20 @@ def test_what_moves_in_after_the_claim_makes_us_take_the_next_set(here: Here) ->
 
 
 def test_of_many_at_once_each_gpu_goes_to_one_and_refusals_are_true(here: Here) -> None:
-    here.gpus([Gpu()] * 4)
+    here.gpus([Gpu()] * 3)
     many = [
         subprocess.Popen(
             here.command("allocate", "--n", "1", "--format", "json", "--holder", str(os.getpid())),
             env=here.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=Path(__file__).parents[2],
         )
-        for _ in range(6)
+        for _ in range(4)
     ]  # fmt: skip
     answers = [json.loads(process.communicate(timeout=60)[0]) for process in many]
     taken = [gpu["uuid"] for answer in answers if "lease" in answer for gpu in answer["lease"]["gpus"]]
-    assert len(taken) == len(set(taken)) == 4
-    assert [process.returncode for process in many].count(4) == 2
+    assert len(taken) == len(set(taken)) == 3
+    assert [process.returncode for process in many].count(4) == 1
     for answer in answers:
-        assert "lease" in answer or [gpu["state"] for gpu in answer["error"]["gpus"]] == ["reserved"] * 4
+        assert "lease" in answer or [gpu["state"] for gpu in answer["error"]["gpus"]] == ["reserved"] * 3
 
 
 def test_a_reader_that_has_gone_leaves_no_lease(here: Here) -> None:

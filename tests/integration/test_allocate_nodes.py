@@ -35,23 +35,19 @@ def test_uneven_nodes_give_a_sound_rank_map_and_others_see_the_owner(small: Clus
         export CUDA_VISIBLE_DEVICES=stale
         eval "$(gpuboard allocate --n 8 --nodes '{SCOPE}')" || exit
         echo "$GPUBOARD_LEASE|$GPUBOARD_NODES|$CUDA_VISIBLE_DEVICES"; cat "$GPUBOARD_RANK_MAP"
-        gpuboard env --node gpu02 --nodes '{SCOPE}'
         read line"""
     with small["login1"].popen(["bash", "-c", script], stdin=subprocess.PIPE) as process:
         assert process.stdout and process.stdin and process.stderr
         lease, nodeset, visible = process.stdout.readline().strip().split("|")
         rank_map = msgspec.json.decode(process.stdout.readline(), type=RankMap)
-        variables = [process.stdout.readline() for _ in range(5)]
         seen = json.loads(gpuboard(small, "status", "--nodes", SCOPE, "--json", user="bob").stdout)
         asked = ["allocate", "--n", "3", "--nodes", SCOPE, "--format", "json", "--detach", "--for", "1m"]
         refused = json.loads(gpuboard(small, *asked, user="bob").stdout)["error"]
-        stolen = gpuboard(small, "release", lease, "--nodes", SCOPE, user="bob")
         process.stdin.close()
         errors = process.stderr.read()
     assert (nodeset, visible) == ("gpu[01-02]", "")
     assert "has no GPU on this machine" in errors
     assert f"gpuboard env {lease} --node gpu01" in errors
-    assert variables[-1] == "export CUDA_VISIBLE_DEVICES='0,1,2'\n"
     assert problems(rank_map) == []
     assert [(n.name, n.local_world_size, n.address) for n in rank_map.nodes] == [
         ("gpu01", 5, "10.88.0.11"), ("gpu02", 3, "10.88.0.12"),
@@ -61,22 +57,21 @@ def test_uneven_nodes_give_a_sound_rank_map_and_others_see_the_owner(small: Clus
     assert refused["code"] == 4
     assert {g["reason"].partition(",")[0] for g in refused["gpus"] if g["node"] != "gpu03"} == {"alice"}
     assert refused["nearest"] == "--n 2 or --wait"
-    assert stolen.returncode == 5
     until(lambda: not list(small["gpu01"].path("/var/tmp").glob("gpuboard.GPU-*")), "claims live on")
 
 
 def test_a_shell_finds_its_own_lease_on_the_nodes_that_only_allocate_named(small: Cluster) -> None:
-    script = f"""
-        eval "$(gpuboard allocate --n 6 --nodes '{SCOPE}' --holder $$)" || exit
-        gpuboard env --node gpu01 | tail -1
+    script = """
+        eval "$(gpuboard allocate --n 8 --nodes 'gpu[01-02]' --holder $$)" || exit
+        gpuboard env --node gpu02 | tail -1
         gpuboard renew "$GPUBOARD_LEASE" --for 2h >renewed || exit
         gpuboard release zzzz; echo "$?"
         gpuboard doctor --lease "$GPUBOARD_LEASE" 2>&1 | grep -c "inventory"
-        gpuboard release "${{GPUBOARD_LEASE%??}}"
-        gpuboard release --mine --nodes '{SCOPE}'"""
+        gpuboard release "${GPUBOARD_LEASE%??}"
+        gpuboard release --mine --nodes 'gpu[01-02]'"""
     done = small["login1"].run(["bash", "-c", script], user="alice")
     visible, other, unknown_nodes, released, rest = done.stdout.splitlines()
-    assert (visible, other, rest) == ("export CUDA_VISIBLE_DEVICES='0,1,2,3,4'", "5", "you have no leases"), done.stderr
+    assert (visible, other, rest) == ("export CUDA_VISIBLE_DEVICES='0,1,2'", "5", "you have no leases"), done.stderr
     assert unknown_nodes == "0"
     assert ": gpu01:0-4@" in released
 

@@ -69,12 +69,17 @@ os._exit(0)
     until(lambda: not claims(here), "the process has ended, its claim has not")
 
 
-@pytest.mark.parametrize("purpose", ["\x1b[31mred", "\ud800lost", "x" * 600])
-def test_purpose_may_be_any_text(here: Here, purpose: str) -> None:
-    [value] = python(
-        here, f"with gpuboard.lease(n=1, purpose={purpose!a}) as lease: say(lease.allocation.lease.purpose)"
+def test_purpose_may_be_any_text(here: Here) -> None:
+    purposes = ["\x1b[31mred", "\ud800lost", "x" * 600]
+    values = python(
+        here,
+        f"""
+for purpose in {purposes!a}:
+    with gpuboard.lease(n=1, purpose=purpose) as lease:
+        say(lease.allocation.lease.purpose)
+""",
     )
-    assert value == clean(purpose, 200)
+    assert values == [clean(purpose, 200) for purpose in purposes]
 
 
 def test_refusals_and_misuse_raise_exceptions_with_reasons(here: Here) -> None:

@@ -27,8 +27,8 @@ from tests.waiting import until
 pytestmark = pytest.mark.nodes
 
 ROUNDS = int(os.environ.get("GPUBOARD_RACE_ROUNDS", "1"))
-PER_NODE = 4  # GPUs, fewer in all than what the processes request
-PROCESSES = int(os.environ.get("GPUBOARD_RACE_PROCESSES", "9"))
+PER_NODE = 3  # GPUs, fewer in all than what the processes request
+PROCESSES = int(os.environ.get("GPUBOARD_RACE_PROCESSES", "6"))
 
 
 class Asker(msgspec.Struct):
@@ -73,8 +73,8 @@ def start(nodes: Cluster, rng: random.Random, purpose: str) -> Asker:
 
 
 def kill_some(askers: list[Asker], rng: random.Random, busy: Any) -> None:
-    """Kill a quarter with -9: a first part anywhere on its way, the rest as soon as claims appear on the nodes."""
-    victims = rng.sample(askers, len(askers) // 4)
+    """Kill a third with -9: a first part anywhere on its way, the rest as soon as claims appear on the nodes."""
+    victims = rng.sample(askers, len(askers) // 3)
     deadline = time.monotonic() + 60
     for number, victim in enumerate(victims):
         while number % 2 and not busy() and time.monotonic() < deadline:

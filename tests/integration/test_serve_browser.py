@@ -34,10 +34,23 @@ def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
     claims = here.needs_claims()
     host = socket.gethostname().partition(".")[0]
     free = here.gpus([Gpu(), Gpu(used=5 * GIB), Gpu()])
+    here.config('theme = "light"\n')
     serving = Serving(here, "--port", "0")
     try:
+        browser.resize(1920, 1080)
         browser.open(serving.url)
         browser.wait_text("2 free of 3", "Filter")
+        for size in ((1920, 1080), (2560, 1393), (1203, 711)):
+            browser.resize(*size)
+            until(partial(covers, browser, *size), "the terminal fills the page")
+            scrolled = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+            assert browser.evaluate(scrolled) == [*size]  # nothing to scroll
+        box = "(r => [r.width, r.height])(document.querySelector('.xterm-viewport').getBoundingClientRect())"
+        assert browser.evaluate(box) == [*size]  # also beside the cells the page has the theme's background
+        light = themes.load_all(here.env)[0]["light"].textual.background
+        colour = browser.evaluate("getComputedStyle(document.querySelector('.xterm-viewport')).backgroundColor")
+        assert light is not None
+        assert Color.parse(colour) == Color.parse(light)
         assert "token" not in browser.address()
         assert [cookie["httpOnly"] for cookie in browser.cookies()] == [True]
         assert serving.token not in str(browser.cookies())
@@ -68,14 +81,12 @@ def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
         assert browser.picture() != drawn
 
         before = serving.boards()
-        browser.call("Page.reload")
-        browser.wait_text("free of 3")
-        until(lambda: len(serving.boards()) == 1 and serving.boards() != before, "another board in place of the first")
         browser.keys("q")
         until(lambda: "The board has ended" in str(browser.evaluate("document.body.innerText")), "the page shows it")
         assert browser.evaluate("document.body.classList.contains('-closed')")
         browser.evaluate("document.getElementById('again').click()")
         browser.wait_text("free of 3")
+        until(lambda: len(serving.boards()) == 1 and serving.boards() != before, "another board in place of the first")
 
         assert browser.complaints() == []
         asked = {url.split("/")[2] for url in browser.requests() if not url.startswith("data:")}
@@ -84,10 +95,12 @@ def test_the_board_in_a_browser(here: Here, browser: Browser) -> None:
         serving.stop()
 
 
-def test_a_page_without_messages_reports_it_and_turns_grey(here: Here, browser: Browser) -> None:
-    serving = Serving(here, "--port", "0")
+def test_a_page_turns_grey_without_messages_and_finds_a_server_again_that_is_gone(here: Here, browser: Browser) -> None:
+    file = here.folder / "token"
+    serving = Serving(here, "--port", "0", "--token-file", str(file))
+    port = serving.host.rpartition(":")[2]
     try:
-        browser.open(serving.url)
+        browser.open(f"{serving.base}/?token={file.read_text().strip()}")
         browser.wait_text("free of 2")
         serving.process.send_signal(signal.SIGSTOP)
         until(lambda: browser.evaluate("document.body.classList.contains('-stale')"), "the page shows it")
@@ -99,43 +112,39 @@ def test_a_page_without_messages_reports_it_and_turns_grey(here: Here, browser: 
         assert browser.evaluate("getComputedStyle(document.getElementById('terminal')).opacity") == "1"
         resumed = "ticked = last = Date.now() - 60000, tick(), document.body.className"  # as after a laptop's sleep
         assert browser.evaluate(resumed) == "-loaded -first-byte"
+
+        server_ends(serving, signal.SIGKILL, browser)  # without a word
+        browser.evaluate("next = 0, 0")
+        serving = Serving(here, "--port", port, "--token-file", str(file))
+        browser.evaluate("next = 0, 0")
+        until(lambda: browser.evaluate("document.body?.className ?? ''") == "-loaded -first-byte", "it is back")
+        browser.wait_text("free of 2")
+        assert browser.evaluate("sessionStorage.getItem('attempts')") is None
+
+        server_ends(serving, signal.SIGTERM, browser)  # in order
+        browser.evaluate("next = 0, 0")
+        file.unlink()
+        serving = Serving(here, "--port", port, "--token-file", str(file))
+        browser.evaluate("next = 0, 0")
+        until(lambda: "another token: open the URL" in shown(browser), "the page explains why it does not open")
+        browser.evaluate("document.getElementById('now').click()")
+        assert is_gone(browser)
     finally:
         serving.process.send_signal(signal.SIGCONT)
         serving.stop()
 
 
-def test_a_page_whose_server_is_gone_finds_it_again(here: Here, browser: Browser) -> None:
-    file = here.folder / "token"
-    serving = Serving(here, "--port", "0", "--token-file", str(file))
-    port = serving.host.rpartition(":")[2]
-    try:
-        browser.open(f"{serving.base}/?token={file.read_text().strip()}")
-        browser.wait_text("free of 2")
-        for number in (signal.SIGTERM, signal.SIGKILL):  # in order, and without a word
-            serving.stop(number)
-            until(lambda: is_gone(browser), "the page shows it")
-            assert "The server does not respond." in shown(browser)
-            assert re.search(r"What you see is from \d\d:\d\d:\d\d, \d+ s ago", shown(browser))
-            assert not browser.evaluate("document.body.classList.contains('-ended')")
-            before = pages(browser)
-            until(lambda: browser.evaluate("attempts") >= 3, "it has looked twice")
-            assert pages(browser) - before <= browser.evaluate("attempts")
-            assert browser.evaluate("attempts = 9, wait(), (next - Date.now()) / 1000 > 25")  # less often each time
-            browser.evaluate("next = 0, 0")
-            serving = Serving(here, "--port", port, "--token-file", str(file))
-            browser.evaluate("next = 0, 0")
-            until(lambda: browser.evaluate("document.body?.className ?? ''") == "-loaded -first-byte", "it is back")
-            browser.wait_text("free of 2")
-            assert browser.evaluate("sessionStorage.getItem('attempts')") is None
-        serving.stop(signal.SIGKILL)
-        until(lambda: is_gone(browser), "the page shows it")
-        file.unlink()
-        serving = Serving(here, "--port", port, "--token-file", str(file))
-        until(lambda: "another token: open the URL" in shown(browser), "the page explains why it does not open")
-        browser.evaluate("document.getElementById('now').click()")
-        assert is_gone(browser)
-    finally:
-        serving.stop()
+def server_ends(serving: Serving, number: int, browser: Browser) -> None:
+    """End the server by a signal; the page shows it, and looks for it less often each time."""
+    serving.stop(number)
+    until(lambda: is_gone(browser), "the page shows it")
+    assert "The server does not respond." in shown(browser)
+    assert re.search(r"What you see is from \d\d:\d\d:\d\d, \d+ s ago", shown(browser))
+    assert not browser.evaluate("document.body.classList.contains('-ended')")
+    before = pages(browser)
+    until(lambda: browser.evaluate("attempts") >= 3, "it has looked twice")
+    assert pages(browser) - before <= browser.evaluate("attempts")
+    assert browser.evaluate("attempts = 9, wait(), (next - Date.now()) / 1000 > 25")
 
 
 def is_gone(browser: Browser) -> bool:
@@ -149,32 +158,6 @@ def shown(browser: Browser) -> str:
 def pages(browser: Browser) -> int:
     """Return how often the page itself was asked for."""
     return sum(url.endswith("/") and url.startswith("http") for url in browser.requests())
-
-
-def test_a_page_fills_the_window_of_a_large_screen_in_the_theme_s_colour(here: Here, browser: Browser) -> None:
-    config = here.folder / ".config" / "gpuboard" / "config.toml"
-    config.parent.mkdir(parents=True)
-    config.write_text('theme = "light"\n')
-    serving = Serving(here, "--port", "0")
-    try:
-        for size in ((1920, 1080), (2560, 1393), (1000, 611)):
-            browser.resize(*size)
-            if size[0] == 1920:
-                browser.open(serving.url)
-            browser.wait_text("free of 2")
-            until(partial(covers, browser, *size), "the terminal fills the page")
-            scrolled = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
-            assert browser.evaluate(scrolled) == [*size]  # nothing to scroll
-        box = browser.evaluate(
-            "(r => [r.width, r.height])(document.querySelector('.xterm-viewport').getBoundingClientRect())"
-        )
-        assert box == [*size]  # also beside the cells the page has the theme's background
-        light = themes.load_all(here.env)[0]["light"].textual.background
-        colour = browser.evaluate("getComputedStyle(document.querySelector('.xterm-viewport')).backgroundColor")
-        assert light is not None
-        assert Color.parse(colour) == Color.parse(light)
-    finally:
-        serving.stop()
 
 
 def covers(browser: Browser, width: int, height: int) -> bool:
@@ -192,6 +175,7 @@ def test_another_page_cannot_reach_the_board_through_the_browser(here: Here, bro
         browser.open(serving.url)
         browser.wait_text("free of 2")
         page = browser.address()
+        browser.call("Page.setBypassCSP", enabled=True)  # the other page would not have our policy
         browser.open(other.url)  # whoever serves this sees the cookies that come with it
         browser.wait_text("free of 2")
         sent = [e["params"] for e in browser.events if e["method"] == "Network.requestWillBeSentExtraInfo"]
@@ -201,9 +185,6 @@ def test_another_page_cannot_reach_the_board_through_the_browser(here: Here, bro
         until(lambda: serving.boards() == [], "the first board has ended with its page")
         opened = """new Promise(done => { const socket = new WebSocket("%sws?width=80&height=24");
             socket.onopen = () => done("open"); socket.onerror = () => done("refused"); })"""
-        browser.call("Page.setBypassCSP", enabled=True)  # the other page would not have our policy
-        browser.call("Page.reload")
-        browser.wait_text("free of 2")
         assert browser.evaluate(opened % page.replace("http", "ws")) == "refused"
         until(lambda: any("Origin is not the board's own page" in line for line in serving.said), "it says why")
         framed = "new Promise(done => { const f = document.createElement('iframe'); f.onload = () => done(1); "

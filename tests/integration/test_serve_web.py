@@ -140,7 +140,7 @@ def test_a_board_ends_with_its_page(serving: Serving) -> None:
     ("number", "code", "begun"),
     [
         (signal.SIGINT, 130, True),
-        (signal.SIGTERM, 0, True),
+        (signal.SIGTERM, 0, False),
         (signal.SIGHUP, 0, False),
         (signal.SIGKILL, -9, True),
         (signal.SIGKILL, -9, False),

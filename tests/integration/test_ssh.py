@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from gpuboard.config import Settings
 from gpuboard.model.replies import Touched
 from gpuboard.model.snapshot import NodeView
 from tests.sshd import SSHD, Sshd, children, make_key
-from tests.waiting import Stopwatch, read_line, until
+from tests.waiting import Stopwatch, until
 
 pytestmark = pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="needs sshd (openssh-server) and root")
 
@@ -73,48 +72,30 @@ def kill(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_each_failure_to_connect_has_its_message_and_remedy(sshd: Sshd, tmp_path: Path) -> None:
-    changed = tmp_path / "changed"
+def test_ports_aliases_includes_and_jumps_through_jumps_are_followed(sshd: Sshd, tmp_path: Path) -> None:
     make_key(tmp_path / "other")
+    changed = tmp_path / "changed"
     changed.write_text(f"[127.0.0.1]:{sshd.port} {(tmp_path / 'other.pub').read_text()}")
-    revoked = tmp_path / "revoked"
-    revoked.write_text(f"{sshd.known_hosts.read_text()}@revoked {sshd.known_hosts.read_text()}")
-    broken = tmp_path / "broken"
-    broken.write_text("\nnonsense\n|1|x|y ssh-ed25519 AAAA\n" + sshd.known_hosts.read_text())
+    known = tmp_path / "known"
+    known.write_text(f"x {(sshd.folder / 'host_key.pub').read_text()}")
     sshd.host("good")
-    sshd.host("messy", UserKnownHostsFile=broken)
-    sshd.host("unknown", UserKnownHostsFile="/dev/null")
-    sshd.host("no-check", UserKnownHostsFile="/dev/null", StrictHostKeyChecking="no")
+    sshd.host("aliased", HostName="127.0.0.1", HostKeyAlias="x", UserKnownHostsFile=known)
     sshd.host("changed", UserKnownHostsFile=changed)
-    sshd.host("revoked", UserKnownHostsFile=revoked)
-    sshd.host("refused", IdentityFile=make_key(tmp_path / "stranger"))
     sshd.host("keyless", IdentityFile=tmp_path / "missing")
-    sshd.host("closed", Port=1)
-    sshd.host("nowhere", HostName="no-such-host.invalid")
     sshd.host("jump", ProxyJump="good")
     sshd.host("jump-twice", ProxyJump="good,jump")
     sshd.host("jump-closed", ProxyJump="good", Port=1)
-    sshd.host("jump-unknown", ProxyJump="unknown")
-    sshd.host("jump-circle", ProxyJump="jump-circle2")
-    sshd.host("jump-circle2", ProxyJump="jump-circle")
-    names = ["good", "messy", "unknown", "no-check", "changed", "revoked", "refused", "keyless", "closed", "nowhere"]
-    names += ["jump", "jump-twice", "jump-closed", "jump-unknown", "jump-circle"]
-    seen = look(sshd, *names)
-    states = {name: node.state for name, node in seen.items()}
-    up = {"good", "messy", "jump", "jump-twice"}
-    assert states == {name: "up" if name in up else "unreachable" for name in names}
+    own = tmp_path / "config"
+    own.write_text(f"Include {tmp_path}/more\nInclude {sshd.ssh_config}\n")
+    (tmp_path / "more").write_text("Host elsewhere\n    ProxyJump good\nHost *\n    User root\n")
+    seen = look(sshd, "aliased", "changed", "keyless", "jump-twice", "jump-closed", ssh_config=str(own))
+    assert {name: (node.state, node.hostname) for name, node in seen.items() if node.state == "up"} == {
+        name: ("up", os.uname().nodename) for name in ("aliased", "jump-twice")
+    }
     words = {
-        "unknown": ("ssh: the host key of unknown is unknown (ssh-ed25519 SHA256:", "`ssh unknown` once and compare"),
-        "no-check": ("ssh: the host key of no-check is unknown", "compare the fingerprint"),
         "changed": ("ssh: the host key of changed has CHANGED (ssh-ed25519 SHA256:", f"-R '[127.0.0.1]:{sshd.port}'"),
-        "revoked": ("ssh: the host key of revoked is revoked", "administrator"),
-        "refused": ("ssh: root@refused was refused: no key was accepted", "authorized_keys"),
         "keyless": ("ssh: root@keyless was refused: no key was accepted", "IdentityFile"),
-        "closed": ("ssh: connection refused", "is sshd running there"),
-        "nowhere": ("ssh: the name 'nowhere' cannot be resolved", "ssh_config"),
         "jump-closed": ("ssh: jump-closed cannot be reached through good: Connection refused", ""),
-        "jump-unknown": ("ssh: the host key of unknown is unknown", "`ssh unknown`"),
-        "jump-circle": ("ssh: ProxyJump of jump-circle is a loop", "ssh_config"),
     }
     for name, (what, remedy) in words.items():
         error = seen[name].error or ""
@@ -122,37 +103,7 @@ def test_each_failure_to_connect_has_its_message_and_remedy(sshd: Sshd, tmp_path
         assert remedy in error
 
 
-def test_a_proxy_command_is_used(sshd: Sshd, tmp_path: Path) -> None:
-    relay = tmp_path / "relay.py"
-    relay.write_text(
-        "import os, select, socket, sys\n"
-        "s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
-        "while True:\n"
-        "    for f in select.select([0, s], [], [])[0]:\n"
-        "        data = os.read(0, 65536) if f == 0 else s.recv(65536)\n"
-        "        if not data: sys.exit()\n"
-        "        s.sendall(data) if f == 0 else os.write(1, data)\n"
-    )
-    sshd.host("proxied", HostName="192.0.2.1", ProxyCommand=f"{sys.executable} {relay} {sshd.port}", HostKeyAlias="x")
-    (tmp_path / "known").write_text(f"x {(sshd.folder / 'host_key.pub').read_text()}")
-    sshd.host("aliased", HostName="127.0.0.1", HostKeyAlias="x", UserKnownHostsFile=tmp_path / "known")
-    with sshd.known_hosts.open("a") as file:
-        file.write(f"[x]:{sshd.port} {(sshd.folder / 'host_key.pub').read_text()}")
-    seen = look(sshd, "proxied", "aliased")
-    assert [(node.state, node.hostname) for node in seen.values()] == [("up", os.uname().nodename)] * 2
-
-
-def test_an_included_file_is_read(sshd: Sshd, tmp_path: Path) -> None:
-    included = tmp_path / "more"
-    included.write_text("Host elsewhere\n    ProxyJump good\nHost *\n    User root\n")
-    own = tmp_path / "config"
-    own.write_text(f"Include {included}\nInclude {sshd.ssh_config}\n")
-    sshd.host("good")
-    sshd.host("in-include")
-    assert look(sshd, "in-include", ssh_config=str(own))["in-include"].state == "up"
-
-
-@pytest.mark.parametrize("python", ["python3-not-there", "/etc/passwd", "/nonexistent/python3"])
+@pytest.mark.parametrize("python", ["/etc/passwd", "/nonexistent/python3"])
 def test_a_node_without_python_is_reported(sshd: Sshd, python: str) -> None:
     sshd.host("bare")
     node = look(sshd, "bare", python=python)["bare"]
@@ -203,25 +154,6 @@ def test_bad_agents_affect_their_own_node_only(sshd: Sshd) -> None:
     until(lambda: not agents(sshd), "all agents gone")
 
 
-def test_noise_of_start_up_files_is_skipped(tmp_path: Path) -> None:
-    server = Sshd(tmp_path, extra='ForceCommand echo "Welcome @all"; echo more; eval "$SSH_ORIGINAL_COMMAND"\n')
-    try:
-        server.host("noisy")
-        assert look(server, "noisy")["noisy"].state == "up"
-    finally:
-        server.stop()
-
-
-def test_dropped_logins_are_retried(tmp_path: Path) -> None:
-    server = Sshd(tmp_path, startups="2:100:2")
-    names = [f"n{k}" for k in range(4)]
-    try:
-        server.host(" ".join(names))
-        assert {node.state for node in look(server, *names, timeout_s=60, connect_timeout="30s").values()} == {"up"}
-    finally:
-        server.stop()
-
-
 def test_a_stopped_sshd_delays_neither_other_nodes_nor_the_exit(sshd: Sshd, tmp_path: Path) -> None:
     hung = Sshd(tmp_path)
     try:
@@ -256,34 +188,6 @@ def test_a_stopped_sshd_delays_neither_other_nodes_nor_the_exit(sshd: Sshd, tmp_
         assert error == "ssh: no answer in 1 s; is the node hung or overloaded?"
     finally:
         hung.stop()
-
-
-def test_agents_end_with_the_connection(sshd: Sshd) -> None:
-    sshd.host("one")
-    it = fleet(sshd, "one", interval_s=0.2)
-    it.start()
-    it.wait(60)
-    assert agents(sshd)
-    it.close()
-    until(lambda: not agents(sshd), "the agent ended after close", 20)
-
-
-def test_agents_end_when_the_client_is_killed(sshd: Sshd) -> None:
-    sshd.host("one")
-    code = (
-        "import sys, time\n"
-        "from gpuboard.cluster.fleet import Fleet\n"
-        "from gpuboard.cluster.inventory.nodes import Node\n"
-        "from gpuboard.config import Settings\n"
-        f"settings = Settings(ssh_config={str(sshd.ssh_config)!r}, python={sys.executable!r}, connect_timeout='30s')\n"
-        "fleet = Fleet([Node('one', 'one')], settings, interval_s=0.2)\n"
-        "fleet.start(); fleet.wait(60); print(fleet.snapshot().nodes[0].state, flush=True); time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as client:
-        assert read_line(client) == "up\n"
-        assert agents(sshd)
-        client.kill()
-    until(lambda: not agents(sshd), "the agent ended after kill -9", 20)
 
 
 def test_a_killed_agent_is_replaced_and_readings_continue(sshd: Sshd) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hosts import Host
-from tests.integration.launch_lab import FAMILY, wait_up, write_torch
+from tests.integration.launch_lab import wait_up, write_torch
 from tests.integration.transport_lab import Lab, lab
 from tests.nodes import Cluster
 from tests.waiting import read_line, until
@@ -69,7 +69,10 @@ def test_a_launch_on_two_nodes_runs_and_ends_with_its_head(home: Lab, nodes: Clu
     lines = sorted(line.partition("] ")[2] for line in done.stdout.splitlines())
     assert lines == ["rank 0 gpu01", "rank 1 gpu02"]
     assert claims(nodes) == []
-    script.write_text(FAMILY)
+    script.write_text(
+        "import subprocess, time\nsubprocess.Popen(['setsid', 'sleep', '600'])\nprint('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
     with home.here.popen([*words, "script.py"]) as process:
         wait_up(process, 2)
         assert all(len(ranks(nodes[name])) >= 2 for name in NODES)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import sys
 import threading
 from pathlib import Path
@@ -63,8 +64,7 @@ class Listener:
 
 def line(size: int) -> bytes:
     """Return a line of ``size`` bytes without repetition."""
-    words = b"".join(b"%08x" % number for number in range(size // 8 + 1))
-    return words[: size - 1] + b"\n"
+    return random.Random(size).randbytes(size // 2).hex().encode()[: size - 1] + b"\n"
 
 
 def main() -> None:

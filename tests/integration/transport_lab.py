@@ -54,7 +54,7 @@ class Lab:
         self, *hosts: str, command: str | list[str] | None, env: dict[str, str] | None = None
     ) -> Iterator[Driven]:
         """Channels to ``hosts`` with ``command`` running at their ends, or with one for each; None: agents."""
-        settings = {"transport": self.transport, "connect_timeout": "30s"}
+        settings = {"transport": self.transport, "connect_timeout": "40s"}
         words = json.dumps({"settings": settings, "hosts": hosts, "command": command})
         with self.here.popen([sys.executable, DRIVER, words], stdin=subprocess.PIPE, env=env) as process:
             driven = Driven(process)
