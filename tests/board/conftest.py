@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import textual.app
 import textual.pilot
+from textual.css.model import RuleSet
+from textual.css.stylesheet import Stylesheet
 from textual.dom import DOMNode
 from textual.notifications import Notification, Notifications
 
@@ -30,6 +32,7 @@ from tests.waiting import until
 
 HERE = Path(__file__).parent
 FRAME_S = 0.02  # longer than textual waits before it draws what has changed
+PARSED: dict[tuple[Any, ...], list[RuleSet]] = {}  # CSS that an app of this process has parsed
 TRIED: set[str] = set()  # ids of bindings whose action was run in this process
 IN_A_TERMINAL = {"app.interrupt", "app.suspend"}  # in a process of its own on a real terminal: test_robust.py
 COMPLETE = pytest.StashKey[bool]()  # all tests of the board were collected
@@ -76,6 +79,20 @@ def whatever_is_done_has_taken_effect(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (textual.app, textual.pilot):
         monkeypatch.setattr(module, "wait_for_idle", idle)
+
+
+@pytest.fixture(autouse=True)
+def css_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse each part of the CSS once, for all tests: textual does it for every app, in a fifth of its start."""
+    parse = Stylesheet._parse_rules
+
+    def parse_rules(sheet: Stylesheet, *part: Any, **of: Any) -> list[RuleSet]:
+        key = (frozenset(sheet._variables.items()), part, *of.items())
+        if key not in PARSED:
+            PARSED[key] = parse(sheet, *part, **of)
+        return PARSED[key]
+
+    monkeypatch.setattr(Stylesheet, "_parse_rules", parse_rules)
 
 
 @pytest.fixture(autouse=True)

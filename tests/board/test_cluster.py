@@ -476,24 +476,22 @@ async def test_going_to_a_gpu_takes_a_filter_away_that_hides_it(tmp_path: Path) 
         assert shown.cursor_node == "gpu5"
 
 
-@pytest.mark.parametrize("keys", [(), ("t",), ("g", "g", "g"), ("t", "g", "g", "g")])
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-async def test_hostile_text_leaves_columns_aligned(
-    tmp_path: Path, keys: tuple[str, ...], size: tuple[int, int]
-) -> None:
+async def test_hostile_text_leaves_columns_aligned(tmp_path: Path, size: tuple[int, int]) -> None:
     rows = [node(f"gpu{n}", [busy(f"gpu{n}", 0, text, reason=text, name=text)]) for n, text in enumerate(HOSTILE)]
     rows += [node(text, [gpu(f"n{n}", 0)], error=text) for n, text in enumerate(HOSTILE[:4])]
     rows += [unread(f"{text}-u", text) for text in HOSTILE]
     async with at_cluster(tmp_path, scene(*rows), size) as (_, shown, pilot):
-        await pilot.press(*keys)
-        await pilot.pause()
-        grid = shown.grid
-        strips = [grid.render_line(y) for y in range(grid.size.height)]
-        assert {cell_len(strip.text) for strip in strips} == {grid.scrollable_content_region.width}
-        if not keys:  # columns below each other: the state of a node stands where its title does
-            at = cell_len(strips[0].text.partition("State")[0])
-            found = {cell_len(strip.text.partition(" up ")[0]) + 1 for strip in strips if " up " in strip.text}
-            assert found == {at}
+        for keys in ((), ("t",), ("g", "g", "g"), ("t",)):  # the picture, the table, and both in groups
+            await pilot.press(*keys)
+            await pilot.pause()
+            grid = shown.grid
+            strips = [grid.render_line(y) for y in range(grid.size.height)]
+            assert {cell_len(strip.text) for strip in strips} == {grid.scrollable_content_region.width}
+            if not keys:  # columns below each other: the state of a node stands where its title does
+                at = cell_len(strips[0].text.partition("State")[0])
+                found = {cell_len(strip.text.partition(" up ")[0]) + 1 for strip in strips if " up " in strip.text}
+                assert found == {at}
 
 
 async def test_the_first_gpus_values_change_and_nothing_moves(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import pytest
 from rich.cells import cell_len
 
 from gpuboard.board import preferences
@@ -47,20 +46,21 @@ def titles(app: BoardApp) -> list[str]:
     return drawn(app)[0].split()
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 34), (160, 48)])
-async def test_nothing_is_said_twice_and_reasons_have_room(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with still(tmp_path, CLUSTER, size) as (app, pilot):
+async def test_nothing_is_said_twice_and_reasons_have_room(tmp_path: Path) -> None:
+    async with still(tmp_path, CLUSTER, (80, 24)) as (app, pilot):
         await pilot.press("t")
-        shown = drawn(app)
-        assert {"Age", "Model"}.isdisjoint(titles(app))
-        assert [line.partition(" busy ")[2].strip() for line in shown if " busy " in line] == [
-            "python (pid 4000)", "42s old: python (pid 4000)" if size[0] > 80 else "42s old: python (pid 40…",
-        ]  # fmt: skip
-        assert "3h10m left: ablation" in shown[2]
-        assert shown[5].endswith("last reading is 42 s old")
-        room = cell_len(shown[0]) - shown[0].index("Reason")
-        assert shown[6].split() == ["gpu3", "?", "ssh:", "no", "answer", "in", "5", "s"]
-        assert room > 0
+        for size in ((80, 24), (120, 34), (160, 48)):
+            await pilot.resize_terminal(*size)
+            shown = drawn(app)
+            assert {"Age", "Model"}.isdisjoint(titles(app))
+            assert [line.partition(" busy ")[2].strip() for line in shown if " busy " in line] == [
+                "python (pid 4000)", "42s old: python (pid 4000)" if size[0] > 80 else "42s old: python (pid 40…",
+            ]  # fmt: skip
+            assert "3h10m left: ablation" in shown[2]
+            assert shown[5].endswith("last reading is 42 s old")
+            room = cell_len(shown[0]) - shown[0].index("Reason")
+            assert shown[6].split() == ["gpu3", "?", "ssh:", "no", "answer", "in", "5", "s"]
+            assert room > 0
 
 
 async def test_the_model_is_a_column_where_gpus_have_several_or_mig_devices(tmp_path: Path) -> None:
@@ -73,9 +73,8 @@ async def test_the_model_is_a_column_where_gpus_have_several_or_mig_devices(tmp_
         assert "Model" in titles(app)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
-async def test_columns_are_hidden_moved_and_sized_and_kept(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with still(tmp_path, CLUSTER, size) as (app, pilot):
+async def test_columns_are_hidden_moved_and_sized_and_kept(tmp_path: Path) -> None:
+    async with still(tmp_path, CLUSTER, (80, 24)) as (app, pilot):
         await pilot.press("C")
         await pilot.pause()
         assert isinstance(app.screen, ColumnsDialog)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 from gpuboard.agent.claims import store as claims
-from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.launch_process import LaunchForm
 from gpuboard.board.replay.core import ReplayCore
@@ -169,11 +167,6 @@ def test_runs_and_leases_of_the_board_end_with_it(make: Callable[[float], Core],
     assert processes.carriers(lease) == []
 
 
-def drawn(app: BoardApp) -> str:
-    """Return all that is to be seen, what lies under a dialog included."""
-    return unescape(re.sub(r"<[^>]*>", " ", app.export_screenshot())).replace("\xa0", " ")
-
-
 async def test_every_screen_and_dialog_shows_that_it_is_simulated(make: Callable[[float], Core]) -> None:
     async with lab.board(make(0.0), (80, 24)) as (app, pilot):
         opened = set()
@@ -181,7 +174,7 @@ async def test_every_screen_and_dialog_shows_that_it_is_simulated(make: Callable
             before = app.screen
             await pilot.press(*keys)
             await lab.settle(pilot, lambda: app.screen is not before or keys == ["t"])  # noqa: B023  # waited for
-            await lab.settle(pilot, lambda: "SIMULATED" in drawn(app))
+            await lab.settle(pilot, lambda: "SIMULATED" in lab.screen(app))
             opened.add(type(app.screen).__name__)
             while len(app.screen_stack) > 2:
                 below = len(app.screen_stack)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,20 +15,19 @@ from textual.widgets import Button, Input, OptionList
 from gpuboard.board.app import BoardApp
 from gpuboard.board.dialogs.base import Box, Tick
 from tests.board.lab import drag, screen, settle
-from tests.board.test_sizes import PLACES, enter, everywhere, is_visible, standing_clock
+from tests.board.test_sizes import DIALOGS, PLACES, enter, everywhere, is_visible, standing_clock
 
 __all__ = ["standing_clock"]  # a fixture
-SCREENS = {
-    "picture", "filter", "table", "GPU", "node", "overview", "leases", "time line", "runs", "log", "watches",
-    "processes", "help", "palette", "themes",
-}  # fmt: skip
-DIALOGS = [name for name in PLACES if name not in SCREENS]
 
 
-@pytest.mark.parametrize(("glyphs", "size"), [("unicode", (80, 24)), ("ascii", (160, 48))])
-async def test_every_dialog_by_the_mouse(tmp_path: Path, glyphs: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("glyphs", "size", "names"), [("unicode", (80, 24), DIALOGS[::2]), ("ascii", (160, 48), DIALOGS[1::2])]
+)
+async def test_every_dialog_by_the_mouse(
+    tmp_path: Path, glyphs: str, size: tuple[int, int], names: Sequence[str]
+) -> None:
     async with everywhere(tmp_path, glyphs, size) as (app, pilot):
-        for name in DIALOGS:
+        for name in names:
             cluster = app.screen
             await enter(app, pilot, PLACES[name])
             dialog = app.screen
@@ -78,9 +78,8 @@ async def click(app: BoardApp, pilot: Pilot[int], entry: Widget) -> None:
     assert isinstance(entry, Input) or values == [values[0], not values[0], values[0]]
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
-async def test_a_line_of_a_list_is_chosen_by_a_click(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with everywhere(tmp_path, "unicode", size) as (app, pilot):
+async def test_a_line_of_a_list_is_chosen_by_a_click(tmp_path: Path) -> None:
+    async with everywhere(tmp_path, "unicode", (80, 24)) as (app, pilot):
         for name in ("copy", "order"):
             await enter(app, pilot, PLACES[name])
             dialog = app.screen

@@ -23,7 +23,7 @@ from gpuboard.model.request import ChosenGpu
 from tests.board.lab import board, make_core, screen, settle
 from tests.board.made import lease
 
-SIZES = ((80, 24), (160, 48))
+NARROW = (80, 24)
 WRONG = {  # text that is wrong in a field
     "gpus": "1,,", "what": "nothing", "memory": "40 elephants", "nodes": "many", "for": "999d", "grace": "soon",
     "command": "'", "variables": "=1", "name": "x" * 21, "restarts": "some", "least": "0",
@@ -39,18 +39,21 @@ DIALOGS: dict[str, Callable[[BoardApp], object]] = {
 
 
 @pytest.mark.parametrize(
-    ("glyphs", "theme", "sizes"),
-    [("unicode", "dark", SIZES), ("unicode", "plain", SIZES[:1]), ("ascii", "light", SIZES[1:])],
+    ("glyphs", "looks"),
+    [
+        ("unicode", [("dark", NARROW), ("plain", NARROW), ("dark", (160, 48))]),
+        ("ascii", [("light", (160, 48))]),
+    ],
 )
 async def test_every_dialog_s_fields_are_visible_and_nothing_is_cut(
-    tmp_path: Path, glyphs: str, theme: str, sizes: Sequence[tuple[int, int]]
+    tmp_path: Path, glyphs: str, looks: Sequence[tuple[str, tuple[int, int]]]
 ) -> None:
     """Errors in one theme: neither their text nor their place depends on it."""
     edges = "||" if glyphs == "ascii" else "▏▕"
     core = make_core(tmp_path, settings=Settings(glyphs=glyphs))
-    async with board(core, (80, 24)) as (app, pilot):
-        app.theme = theme
-        for size in sizes:
+    async with board(core, NARROW) as (app, pilot):
+        for theme, size in looks:
+            app.theme = theme
             await pilot.resize_terminal(*size)
             for name, opened in DIALOGS.items():
                 opened(app)
@@ -80,9 +83,10 @@ async def _is_whole(app: BoardApp, pilot: Pilot[int], dialog: Dialog[object], ed
 
 async def _shows_errors(app: BoardApp, pilot: Pilot[int], dialog: Dialog[object], wrong: Mapping[str, str]) -> None:
     """Check that each error is shown whole beside its field."""
-    for key in wrong.keys() & dialog.fields.keys():
+    keys = wrong.keys() & dialog.fields.keys()
+    for key in keys:
         dialog.query_one(f"#field-{key}", Input).value = wrong[key]
-        await settle(pilot, lambda key=key: dialog.wrong().get(key, "-") in _beside(app, dialog))  # type: ignore[misc]
+    await settle(pilot, lambda: all(dialog.wrong().get(key, "-") in _beside(app, dialog) for key in keys))
 
 
 def _lines(app: BoardApp, dialog: Dialog[object], fields: Sequence[Field]) -> list[str]:
@@ -113,18 +117,19 @@ async def test_an_empty_field_is_wrong_only_once_it_is_left_or_submitted(tmp_pat
             await pilot.press("escape")
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_a_field_keeps_its_width_with_the_focus(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with board(make_core(tmp_path), size) as (app, pilot):
+async def test_a_field_keeps_its_width_with_the_focus(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path), NARROW) as (app, pilot):
         await pilot.press("x")
         await settle(pilot, lambda: isinstance(app.screen, Dialog) and app.screen.query("#commit"))
         app.screen.query_one("#field-command", Input).value = "-m json.tool"
         await settle(pilot, lambda: not app.screen.query_one("#commit", Button).disabled)
-        widths = [field.region.width for field in app.screen.query(Input)]
-        assert len(set(widths[1:])) == 1
-        assert widths[0] == app.screen.query_one("#fields").region.width - 14  # the command takes the room of a hint
-        await pilot.press("down")
-        assert [field.region.width for field in app.screen.query(Input)] == widths
+        for key in ("down", "up"):
+            widths = [field.region.width for field in app.screen.query(Input)]
+            assert len(set(widths[1:])) == 1
+            assert widths[0] == app.screen.query_one("#fields").region.width - 14  # the command has the room of a hint
+            await pilot.press(key)
+            assert [field.region.width for field in app.screen.query(Input)] == widths
+            await pilot.resize_terminal(160, 48)
 
 
 async def test_typing_replaces_a_value_but_goes_on_at_the_end_of_a_command(tmp_path: Path) -> None:
@@ -137,20 +142,24 @@ async def test_typing_replaces_a_value_but_goes_on_at_the_end_of_a_command(tmp_p
         assert (command.value, gpus.value) == ("a.py bc", "21")
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("key", "field"), [("r", "gpus"), ("w", "what"), ("x", "gpus")])
-async def test_a_dialog_keeps_its_size_while_the_user_types(
-    tmp_path: Path, size: tuple[int, int], key: str, field: str
-) -> None:
-    async with board(make_core(tmp_path), size) as (app, pilot):
-        await pilot.press(key)
-        await settle(pilot, lambda: isinstance(app.screen, Dialog) and app.screen.query("#commit"))
-        box, entry = app.screen.query_one("#box"), app.screen.query_one(f"#field-{field}", Input)
-        before = box.region
-        for text, answered in ((entry.value, True), ("1:", False), ("2", True)):
-            entry.value = text
-            await settle(pilot, lambda: any(w in screen(app) for w in ("Will reserve", "Available now")) is answered)  # noqa: B023
-            assert box.region == before
+async def test_a_dialog_keeps_its_size_while_the_user_types(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path), NARROW) as (app, pilot):
+        for key, field, size in (("r", "gpus", NARROW), ("x", "gpus", NARROW), ("w", "what", (160, 48))):
+            await pilot.resize_terminal(*size)
+            await pilot.press(key)
+            await settle(pilot, lambda: isinstance(app.screen, Dialog) and app.screen.query("#commit"))
+            box, entry = app.screen.query_one("#box"), app.screen.query_one(f"#field-{field}", Input)
+            before = box.region
+            for text, answered in ((entry.value, True), ("1:", False), ("2", True)):
+                entry.value = text
+                await settle(
+                    pilot,
+                    lambda answered=answered: (  # type: ignore[misc]
+                        any(words in screen(app) for words in ("Will reserve", "Available now")) is answered
+                    ),
+                )
+                assert box.region == before, key
+            await pilot.press("escape")
 
 
 async def test_the_label_of_the_field_with_the_focus_is_marked(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.board.lab import screen, settle
 from tests.board.made import AT, busy, gpu, lease, node, scene, still
 from tests.board.test_help import choose
 
-SIZES = [(80, 24), (160, 48)]
+NARROW = (80, 24)
 LAB = scene(
     node("gpu01", [gpu("gpu01", 0), busy("gpu01", 1, "alice"), busy("gpu01", 2, "albert")]),
     node("gpu02", [gpu("gpu02", 0, "reserved", leases=["k3f9"])]),
@@ -43,9 +43,8 @@ def text(app: BoardApp) -> str:
     return top(app).field.input.value
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_keys_and_values_are_completed_while_a_filter_is_typed(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with still(tmp_path, LAB, size) as (app, pilot):
+async def test_keys_and_values_are_completed_while_a_filter_is_typed(tmp_path: Path) -> None:
+    async with still(tmp_path, LAB, NARROW) as (app, pilot):
         await pilot.press("slash")
         await settle(pilot, lambda: "state:  user:  node:" in screen(app))
         await pilot.press("u", "s")
@@ -62,9 +61,8 @@ async def test_keys_and_values_are_completed_while_a_filter_is_typed(tmp_path: P
         assert top(app).grid.has_focus
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_a_word_that_may_become_a_key_waits_until_it_is_finished(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with still(tmp_path, LAB, size) as (app, pilot):
+async def test_a_word_that_may_become_a_key_waits_until_it_is_finished(tmp_path: Path) -> None:
+    async with still(tmp_path, LAB, NARROW) as (app, pilot):
         await pilot.press("slash", *"user")
         await settle(pilot, lambda: 'enter or a space looks for "user"; no filter is in force' in screen(app))
         assert not top(app).query_in_force
@@ -82,9 +80,8 @@ async def test_a_word_that_may_become_a_key_waits_until_it_is_finished(tmp_path:
         assert "in force" not in screen(app)
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_an_invalid_filter_shows_which_one_is_in_force(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with still(tmp_path, LAB, size) as (app, pilot):
+async def test_an_invalid_filter_shows_which_one_is_in_force(tmp_path: Path) -> None:
+    async with still(tmp_path, LAB, NARROW) as (app, pilot):
         await pilot.press("slash", *"mem>")
         await settle(pilot, lambda: "mem> needs a value" in screen(app) and "no filter is in force" in screen(app))
         await pilot.press("ctrl+u", *"user:alice mem>4")
@@ -151,9 +148,8 @@ async def opened_list(app: BoardApp, pilot: Pilot[int], kind: str) -> None:
         await settle(pilot, lambda: isinstance(app.screen, LeasesScreen) and "k3f9" in screen(app))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", list(LISTS))
-async def test_lists_are_filtered(tmp_path: Path, size: tuple[int, int], kind: str) -> None:
+@pytest.mark.parametrize(("kind", "size"), [("leases", NARROW), ("runs", (160, 48)), ("watches", NARROW)])
+async def test_lists_are_filtered(tmp_path: Path, kind: str, size: tuple[int, int]) -> None:
     typed, completed, kept, gone = LISTS[kind]
     async with still(tmp_path, LAB, size) as (app, pilot):
         await opened_list(app, pilot, kind)
@@ -181,11 +177,8 @@ async def test_the_cursor_goes_to_a_new_run_that_a_filter_would_hide(tmp_path: P
         await settle(pilot, lambda: isinstance(app.screen, RunsScreen) and app.screen.grid.cursor == "raaa")
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_a_filter_is_saved_chosen_and_deleted_by_keys_and_by_the_mouse(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
-    async with still(tmp_path, LAB, size) as (app, pilot):
+async def test_a_filter_is_saved_chosen_and_deleted_by_keys_and_by_the_mouse(tmp_path: Path) -> None:
+    async with still(tmp_path, LAB, (160, 48)) as (app, pilot):
         await pilot.press("F")
         await settle(pilot, lambda: any("no saved filters for GPUs" in toast.message for toast in app._notifications))
         for typed, name in (("user:alice", "alice's"), ("state:free", "free")):
@@ -229,7 +222,7 @@ async def test_saving_under_a_name_in_use_shows_what_is_replaced_and_is_kept(tmp
 
 
 async def test_the_field_of_a_list_is_clicked_and_left_for_the_rows(tmp_path: Path) -> None:
-    async with still(tmp_path, LAB, (80, 24)) as (app, pilot):
+    async with still(tmp_path, LAB, NARROW) as (app, pilot):
         await opened_list(app, pilot, "leases")
         await pilot.press("slash", *"alice", "down")
         assert isinstance(top(app).grid, Grid)

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from subprocess import run
 
@@ -20,7 +21,7 @@ from gpuboard.board.theme import themes
 from gpuboard.board.theme.styles import UNICODE
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
-from tests.board.lab import board, claims_folder, environment, make_core, screen
+from tests.board.lab import SELDOM, board, claims_folder, environment, make_core, screen, settle
 from tests.board.pty_lab import Terminal, plain
 from tests.integration.here import Here
 from tests.nvml import GIB, Gpu
@@ -76,33 +77,36 @@ def held(here: Here) -> Iterator[Held]:
 
 
 def one_node(folder: Path) -> Core:
-    return make_core(folder, demo_nodes(claims_dir=str(claims_folder(folder)))[:1])
+    return make_core(folder, demo_nodes(claims_dir=str(claims_folder(folder)))[:1], SELDOM)
 
 
 def lines_of(frame: str) -> list[str]:
     return [plain(line.encode()).rstrip() for line in re.split(r"\x1b\[\d+;1H", frame)[1:]]
 
 
-@pytest.mark.parametrize("size", [(40, 12), (80, 24), (120, 40), (200, 60)])
 @pytest.mark.parametrize("view", [ViewState(), ViewState(group="state"), ViewState(sort="memory", reverse=True)])
-async def test_it_is_what_the_board_draws(tmp_path: Path, size: tuple[int, int], view: ViewState) -> None:
+async def test_it_is_what_the_board_draws(tmp_path: Path, view: ViewState) -> None:
     core = one_node(tmp_path)
     preferences.save(core.env, preferences.Preferences(view=view))
-    async with board(core, size) as (app, _):
-        assert app.scene is not None
-        frame = lines_of(draw(app.scene, core, size))
-        shown = [line.rstrip() for line in screen(app).splitlines()]
-        drawn = [(early, late) for early, late in zip(frame, shown, strict=True) if early]
-        assert len(drawn) >= 3
-        for early, late in drawn:
-            assert late.startswith(early)
+    async with board(core, twice=True) as (app, pilot):
+
+        def same(size: tuple[int, int]) -> bool:
+            assert app.scene is not None
+            frame = lines_of(draw(app.scene, core, size))
+            shown = [line.rstrip() for line in screen(app).splitlines()]
+            drawn = [(early, late) for early, late in zip(frame, shown, strict=True) if early]
+            return len(drawn) >= 3 and all(late.startswith(early) for early, late in drawn)
+
+        for size in ((40, 12), (80, 24), (120, 40), (200, 60)):
+            await pilot.resize_terminal(*size)
+            await settle(pilot, partial(same, size))
 
 
 @pytest.mark.parametrize("view", [ViewState(view="table"), ViewState(filter="state:free")])
 async def test_of_other_views_it_is_the_header(tmp_path: Path, view: ViewState) -> None:
     core = one_node(tmp_path)
     preferences.save(core.env, preferences.Preferences(view=view))
-    async with board(core, (80, 24)) as (app, _):
+    async with board(core, (80, 24), twice=True) as (app, _):
         assert app.scene is not None
         frame = lines_of(draw(app.scene, core, (80, 24)))
         assert (frame[0], len(frame)) == (screen(app).splitlines()[0].rstrip(), 24)

@@ -5,25 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from gpuboard.board.screens.help import HelpScreen
 from gpuboard.board.widgets.footer import Footer
 from tests.board import lab
 
 
-@pytest.mark.parametrize("columns", [200, 120, 80, 40])
-async def test_entries_stand_whole_and_help_at_the_right(tmp_path: Path, columns: int) -> None:
-    async with lab.board(lab.make_core(tmp_path), (columns, 24)) as (app, pilot):
-        footer = app.screen.query_one(Footer)
-        await lab.settle(pilot, lambda: footer.entries)
-        line = "".join(segment.text for segment in footer.render_line(0))
-        assert len(line) == columns
-        assert line.rstrip().endswith(" ? Help")
-        assert [line[e.x : e.x + e.cells] for e in footer.entries] == [f"{e.key} {e.words}" for e in footer.entries]
-        assert line.split() == " ".join(f"{e.key} {e.words}" for e in footer.entries).split()
-        await pilot.click(footer, offset=(line.index("? Help"), 0))
-        await lab.settle(pilot, lambda: isinstance(app.screen, HelpScreen))
+async def test_entries_stand_whole_and_help_at_the_right(tmp_path: Path) -> None:
+    async with lab.board(lab.make_core(tmp_path), (200, 24)) as (app, pilot):
+        cluster = app.screen
+        footer = cluster.query_one(Footer)
+        for columns in (200, 120, 80, 40):
+            await pilot.resize_terminal(columns, 24)
+            await lab.settle(pilot, lambda columns=columns: footer.size.width == columns and footer.entries)  # type: ignore[misc]
+            line = "".join(segment.text for segment in footer.render_line(0))
+            assert len(line) == columns
+            assert line.rstrip().endswith(" ? Help")
+            assert [line[e.x : e.x + e.cells] for e in footer.entries] == [f"{e.key} {e.words}" for e in footer.entries]
+            assert line.split() == " ".join(f"{e.key} {e.words}" for e in footer.entries).split()
+            await pilot.click(footer, offset=(line.index("? Help"), 0))
+            await lab.settle(pilot, lambda: isinstance(app.screen, HelpScreen))
+            await pilot.press("escape")
+            await lab.settle(pilot, lambda: app.screen is cluster)
 
 
 async def test_remapped_keys_are_shown(tmp_path: Path) -> None:

@@ -68,11 +68,11 @@ async def opened(folder: Path, first: Scene | None = None, size: tuple[int, int]
         yield app, pilot
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
-async def test_the_span_of_graphs_is_changed_and_kept(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with opened(tmp_path, size=size) as (app, pilot):
+async def test_the_span_of_graphs_is_changed_and_kept(tmp_path: Path) -> None:
+    shown = lab()
+    async with opened(tmp_path, shown, (80, 24)) as (app, pilot):
         for second in range(0, 90000, 60):
-            app.core.history.add(lab().snapshot, 1e9 + second)
+            app.core.history.add(shown.snapshot, 1e9 + second)
         spans = {"5 min ago": 5, "60 min ago": 61, "24 h ago": 289}
         for (first, count), span in zip(spans.items(), SPANS, strict=True):
             await settle(pilot, partial(shows, app, first))
@@ -106,8 +106,9 @@ async def test_activity_and_throughput_have_graphs_on_a_high_screen(tmp_path: Pa
 
 async def test_the_last_day_is_shown_after_a_restart(tmp_path: Path) -> None:
     kept, since = History(), (time.time() - 7200) // 300 * 300
-    for second in range(0, 3600, 10):
-        kept.add(lab().snapshot, since + second)
+    snapshot = lab().snapshot
+    for second in range(0, 3600, 60):
+        kept.add(snapshot, since + second)
     Recorder(kept, environment(tmp_path), print).write()
     async with opened(tmp_path) as (app, pilot):
         await settle(pilot, lambda: len(app.core.history.of("GPU-gpu1-1", DAY).times) == 12)
@@ -202,9 +203,8 @@ async def test_small_terminals_scroll(tmp_path: Path) -> None:
         await settle(pilot, lambda: "gpu1  GPU 1" in screen(app))
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 50), (200, 60)])
-async def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with opened(tmp_path, size=size) as (app, pilot):
+async def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, pilot):
         process = ProcessView(1, HOSTILE, HOSTILE, 1, "compute", job=HOSTILE, container=HOSTILE, lease=HOSTILE)
         bad = gpu("gpu1", 1, "broken", name=HOSTILE, reason=HOSTILE, error=HOSTILE, processes=[process])
         held = lease("k3f9", HOSTILE, [("gpu1", 1)])
@@ -212,10 +212,12 @@ async def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: t
         await settle(pilot, lambda: "漢" in screen(app))
         panes = list(app.screen.query(Pane))
         assert len(panes) == 5
-        for pane in panes:
-            for y in range(pane.size.height):
-                strip = pane.render_line(y)
-                assert strip.cell_length == sum(segment.cell_length for segment in strip) == pane.size.width
+        for size in ((80, 24), (120, 50), (200, 60)):
+            await pilot.resize_terminal(*size)
+            for pane in panes:
+                for y in range(pane.size.height):
+                    strip = pane.render_line(y)
+                    assert strip.cell_length == sum(segment.cell_length for segment in strip) == pane.size.width
 
 
 async def test_another_theme_changes_its_colours(tmp_path: Path) -> None:

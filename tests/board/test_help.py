@@ -8,7 +8,7 @@ from pathlib import Path
 from textual.command import CommandPalette
 from textual.events import MouseScrollDown
 from textual.pilot import Pilot
-from textual.widgets import OptionList
+from textual.widgets import Input, OptionList
 
 from gpuboard.board import keys
 from gpuboard.board.app import BoardApp
@@ -108,7 +108,8 @@ async def choose(app: BoardApp, pilot: Pilot[int], words: str, option: str) -> N
     """Type into the palette until ``option`` comes first, and take it."""
     await pilot.press("ctrl+p")
     await settle(pilot, lambda: _is_open(app))
-    await pilot.press(*(letter for letter in words))
+    app.screen.query_one(Input).value = words[:-1]
+    await pilot.press("end", words[-1])
     await settle(pilot, lambda: _options(app)[:1] and _options(app)[0].startswith(option))
     await pilot.press("enter")
     await settle(pilot, lambda: not _is_open(app))

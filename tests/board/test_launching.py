@@ -313,8 +313,7 @@ async def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
         await lab.settle(pilot, lambda: state(app) == "done")
 
 
-@pytest.mark.parametrize("left", ["at once", "later", "by going elsewhere"])
-async def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp, monkeypatch: pytest.MonkeyPatch) -> None:
     class Halted(subprocess.Popen[bytes]):
         """A launch that halts at its start: the dialog is left before there is a run."""
 
@@ -325,20 +324,22 @@ async def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp, left: str, mon
 
     core = exp.core()
     async with lab.board(core) as (app, pilot):
-        open_launch(app)
-        await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
-        await fill_all(pilot, exp, "sleep.py", gpus="2")
-        monkeypatch.setattr(subprocess, "Popen", Halted)
-        await pilot.press("enter", *["escape"] * (left == "at once"))
-        await lab.settle(pilot, lambda: bool(core.starter.started))
-        (started,) = core.starter.started
-        if left == "by going elsewhere":
-            app.go_to("node:sim01")
-        elif left == "later":
-            await pilot.press("escape")
-        await lab.settle(pilot, lambda: started.cancelled)
-        started.process.send_signal(signal.SIGCONT)
-        await lab.settle(pilot, lambda: started.over)
-        await lab.settle(pilot, lambda: not core.starter.started)
-        assert exp.claims() == []
-        assert exp.entries() == []
+        for left in ("at once", "later", "by going elsewhere"):
+            open_launch(app)
+            await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
+            await fill_all(pilot, exp, "sleep.py", gpus="2")
+            with monkeypatch.context() as patch:
+                patch.setattr(subprocess, "Popen", Halted)
+                await pilot.press("enter", *["escape"] * (left == "at once"))
+                await lab.settle(pilot, lambda: bool(core.starter.started))
+            (started,) = core.starter.started
+            if left == "by going elsewhere":
+                app.go_to("node:sim01")
+            elif left == "later":
+                await pilot.press("escape")
+            await lab.settle(pilot, lambda started=started: started.cancelled)  # type: ignore[misc]
+            started.process.send_signal(signal.SIGCONT)
+            await lab.settle(pilot, lambda started=started: started.over)  # type: ignore[misc]
+            await lab.settle(pilot, lambda: not core.starter.started)
+            assert exp.claims() == []
+            assert exp.entries() == []

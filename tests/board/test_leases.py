@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
 from msgspec.structs import replace
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
@@ -58,40 +57,20 @@ def row(app: BoardApp, word: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
-async def test_shows_every_lease(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with with_leases(tmp_path, [(1, 3600, "[b]grid[/b]"), (2, 8 * 3600, "")], size) as (app, _):
+async def test_shows_every_lease_and_the_time_line_beside_or_in_place_of_them(tmp_path: Path) -> None:
+    async with with_leases(tmp_path, [(1, 3600, "[b]grid[/b]"), (2, 8 * 3600, "")], (80, 24)) as (app, pilot):
         assert app.scene is not None
         first, second = sorted(app.scene.leases.leases, key=lambda lease: lease.until)
-        text = lab.screen(app)
-        assert " 2 leases · 3 GPUs · 2 yours" in text
-        assert all(words in row(app, first.id) for words in ("root", "sim01:", "59m"))
-        assert all(words in row(app, second.id) for words in ("root", "sim01:", "7h59m"))
-        assert text.index(first.id) < text.index(second.id)
-        assert "[b]grid[/b]" in text
-        assert ("━" in row(app, first.id)) == (size[0] >= 150)
-        assert "Flags" not in text, "no lease has one"
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 149, 150, 240])
-async def test_the_time_line_comes_and_goes_by_its_key_at_every_width(tmp_path: Path, width: int) -> None:
-    async with with_leases(tmp_path, [(1, 3600, "")], (width, 24)) as (app, pilot):
-        assert app.scene is not None
-        [lease] = app.scene.leases.leases
-        shown = width >= 150
-        for _ in range(3):
-            assert ("━" in row(app, lease.id)) == shown
-            if shown:
-                assert row(app, "Lease").rstrip()[-1].isdigit(), "its ruler is whole"
-            await pilot.press("t")
-            await pilot.pause()
-            shown = not shown
-
-
-async def test_the_time_line_in_place_of_the_list(tmp_path: Path) -> None:
-    async with with_leases(tmp_path, [(1, 3600, ""), (2, 8 * 3600, "")], (80, 24)) as (app, pilot):
-        assert app.scene is not None
-        first, second = sorted(app.scene.leases.leases, key=lambda lease: lease.until)
+        for size in ((120, 40), (200, 60), (80, 24)):
+            await pilot.resize_terminal(*size)
+            text = lab.screen(app)
+            assert " 2 leases · 3 GPUs · 2 yours" in text
+            assert all(words in row(app, first.id) for words in ("root", "sim01:", "59m"))
+            assert all(words in row(app, second.id) for words in ("root", "sim01:", "7h59m"))
+            assert text.index(first.id) < text.index(second.id)
+            assert "[b]grid[/b]" in text
+            assert ("━" in row(app, first.id)) == (size[0] >= 150)
+            assert "Flags" not in text, "no lease has one"
         await pilot.press("t")
         await pilot.pause()
         bars = [row(app, lease.id).count("━") for lease in (first, second)]
@@ -102,8 +81,35 @@ async def test_the_time_line_in_place_of_the_list(tmp_path: Path) -> None:
         assert "━" not in row(app, first.id)
 
 
-async def test_releases_when_that_is_meant(tmp_path: Path) -> None:
-    async with with_leases(tmp_path, [(2, 3600, "")], (80, 24)) as (app, pilot):
+async def test_the_time_line_comes_and_goes_by_its_key_at_every_width(tmp_path: Path) -> None:
+    async with with_leases(tmp_path, [(1, 3600, "")], (40, 24)) as (app, pilot):
+        assert app.scene is not None
+        [lease] = app.scene.leases.leases
+        for width in (40, 60, 80, 149, 150, 240):
+            await pilot.press("escape")  # opened again, it is shown where it has room
+            await pilot.resize_terminal(width, 24)
+            await pilot.press("l")
+            await lab.settle(pilot, lambda: grid(app) is not None)
+            shown = width >= 150
+            for _ in range(3):
+                assert ("━" in row(app, lease.id)) == shown
+                if shown:
+                    assert row(app, "Lease").rstrip()[-1].isdigit(), "its ruler is whole"
+                await pilot.press("t")
+                await pilot.pause()
+                shown = not shown
+
+
+async def test_releases_when_that_is_meant_by_the_mouse_or_by_keys(tmp_path: Path) -> None:
+    async with with_leases(tmp_path, [(2, 3600, ""), (1, 7200, "")], (80, 24)) as (app, pilot):
+        await pilot.click("#leases", offset=(3, 2))
+        chosen = (grid(app) or "").split()[0]
+        await pilot.press("d")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.click("#yes")
+        await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 2)
+        assert chosen not in "".join(lab.claims(tmp_path))
+        await lab.settle(pilot, lambda: (grid(app) or chosen).split()[0] != chosen)
         lease = (grid(app) or "").split()[0]
         for keys in (("d", "enter"), ("d", "escape"), ("d", "n")):
             await pilot.press(*keys)
@@ -132,17 +138,6 @@ async def test_a_lease_that_a_run_uses_is_released_after_a_second_question(tmp_p
             await pilot.press(answer)
             await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
         await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
-
-
-async def test_releases_with_the_mouse(tmp_path: Path) -> None:
-    async with with_leases(tmp_path, [(1, 3600, ""), (1, 7200, "")], (80, 24)) as (app, pilot):
-        await pilot.click("#leases", offset=(3, 2))
-        chosen = (grid(app) or "").split()[0]
-        await pilot.press("d")
-        await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
-        await pilot.click("#yes")
-        await lab.settle(pilot, lambda: len(lab.claims(tmp_path)) == 1)
-        assert chosen not in "".join(lab.claims(tmp_path))
 
 
 async def test_renews(tmp_path: Path) -> None:

@@ -185,37 +185,39 @@ async def test_a_double_click_opens_a_gpu(tmp_path: Path) -> None:
         assert app.screen.uuid == "GPU-gpu2-1"
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-async def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with opened(tmp_path, "gpu2", size) as (app, pilot):
+async def test_hostile_text_is_inert_and_every_line_fits(tmp_path: Path) -> None:
+    async with opened(tmp_path, "gpu2", (80, 24)) as (app, pilot):
         bad = gpu("gpu2", 0, name=HOSTILE, reason=HOSTILE)
         bad_node = node("gpu2", [bad], driver=HOSTILE, error=HOSTILE, claims_error=HOSTILE, addresses=[HOSTILE] * 3)
         await next_scene(app, pilot, scene(bad_node, banners=(HOSTILE,)))
         await settle(pilot, lambda: "漢" in screen(app))
         widgets: list[Pane | Grid] = [app.screen.query_one("#node", Pane), app.screen.query_one("#gpus", Grid)]
-        for widget in widgets:
-            for y in range(widget.size.height):
-                strip = widget.render_line(y)
-                assert strip.cell_length == sum(segment.cell_length for segment in strip)
-                assert strip.cell_length in {widget.size.width, widget.scrollable_content_region.width}
-        assert "Connection" in screen(app) or size[1] == 24
-        assert "GPU State" in screen(app)  # the GPUs keep their place below however long an error is
+        for size in ((80, 24), (200, 60)):
+            await pilot.resize_terminal(*size)
+            for widget in widgets:
+                for y in range(widget.size.height):
+                    strip = widget.render_line(y)
+                    assert strip.cell_length == sum(segment.cell_length for segment in strip)
+                    assert strip.cell_length in {widget.size.width, widget.scrollable_content_region.width}
+            assert "Connection" in screen(app) or size[1] == 24
+            assert "GPU State" in screen(app)  # the GPUs keep their place below however long an error is
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
-async def test_the_load_of_a_node_is_beside_its_gpus(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with opened(tmp_path, "gpu2", size) as (app, pilot):
+async def test_the_load_of_a_node_is_beside_its_gpus(tmp_path: Path) -> None:
+    async with opened(tmp_path, "gpu2", (80, 24)) as (app, pilot):
         gpus = [busy("gpu2", index) for index in range(8)]
         shown = node("gpu2", gpus, load1=3.5, net_received=120e6, net_sent=4.25e6)
         for second in range(300):
             app.core.history.add(scene(shown).snapshot, 1e9 + second)
         await next_scene(app, pilot, scene(shown))
-        await settle(pilot, lambda: "in 120, out 4.2 MB/s" in screen(app))
-        assert "GPU State" in screen(app) and "7 B  busy" in screen(app)
-        graphs = all(words in screen(app) for words in ("mean 128 MB/s  peak 128 MB/s", "mean 3.6  peak 3.6"))
-        assert graphs == (size == (160, 48))
-        assert ("load 3.50" in screen(app)) == (size == (80, 24))
-        assert (" 5 min " in screen(app)) == (size == (160, 48))
+        for size in ((80, 24), (160, 48)):
+            await pilot.resize_terminal(*size)
+            await settle(pilot, lambda: "in 120, out 4.2 MB/s" in screen(app))
+            assert "GPU State" in screen(app) and "7 B  busy" in screen(app)
+            graphs = all(words in screen(app) for words in ("mean 128 MB/s  peak 128 MB/s", "mean 3.6  peak 3.6"))
+            assert graphs == (size == (160, 48))
+            assert ("load 3.50" in screen(app)) == (size == (80, 24))
+            assert (" 5 min " in screen(app)) == (size == (160, 48))
         await next_scene(app, pilot, scene(node("gpu2", [busy("gpu2", 0)], cpu_percent=None, state="stale")))
         await settle(pilot, lambda: "stale: connected" in screen(app))
         assert "?" in screen(app)

@@ -100,9 +100,8 @@ async def test_the_palette_offers_every_order_and_the_last_one_is_kept_with_the_
         assert app.preferences.view.reverse, "the highest first"
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
-async def test_lists_every_process_once_in_any_order(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with made.still(tmp_path, some(), size) as (app, pilot):
+async def test_lists_every_process_once_in_any_order(tmp_path: Path) -> None:
+    async with made.still(tmp_path, some(), (80, 24)) as (app, pilot):
         await pilot.press("P")
         await lab.settle(pilot, lambda: isinstance(app.screen, ProcessesScreen) and "python bob.py" in lab.screen(app))
         assert rows(app) == [
@@ -111,12 +110,14 @@ async def test_lists_every_process_once_in_any_order(tmp_path: Path, size: tuple
             ("mallory", "gpu01", "2", "13", "2.0G"),
             ("bob", "gpu02", "0", "11", "3.0G"),
         ]
-        text = lab.screen(app)
-        assert "4 processes on 4 GPUs of 2 nodes, 3 users  22G  SM 46%" in text
-        assert "not read: gpu03:1, gpu04" in text
-        assert "rogue" in text
-        assert ("310" in text) is (size[0] > 80)
-        assert all(len(line) <= size[0] for line in text.splitlines())
+        for size in ((160, 48), (80, 24)):
+            await pilot.resize_terminal(*size)
+            text = lab.screen(app)
+            assert "4 processes on 4 GPUs of 2 nodes, 3 users  22G  SM 46%" in text
+            assert "not read: gpu03:1, gpu04" in text
+            assert "rogue" in text
+            assert ("310" in text) is (size[0] > 80)
+            assert all(len(line) <= size[0] for line in text.splitlines())
         grid = app.screen.query_one(Grid)
         x = text.splitlines()[2].index("Memory")
         for expected in (["alice", "bob", "mallory", "bob"], ["bob", "mallory", "bob", "alice"]):
@@ -185,14 +186,13 @@ async def test_shows_that_there_is_no_process(tmp_path: Path) -> None:
 
 
 @other.needs_root
-@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
 async def test_one_signal_to_several_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper, size: tuple[int, int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Sleeper
 ) -> None:
     one, two, spared = sleeper(), sleeper(), sleeper()
     foreign = sleeper("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     core = core_with(tmp_path, monkeypatch, (one.pid, two.pid), (foreign.pid, spared.pid))
-    async with lab.board(core, size) as (app, pilot):
+    async with lab.board(core, (80, 24)) as (app, pilot):
         await pilot.press("P")
         await lab.settle(pilot, lambda: isinstance(app.screen, ProcessesScreen) and len(rows(app)) == 4)
         grid = app.screen.query_one(Grid)

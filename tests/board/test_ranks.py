@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from gpuboard.board.text.detail.ranks import Mark, marks, picture
 from gpuboard.board.text.detail.run import explained
@@ -154,17 +153,18 @@ def test_an_explanation_repeats_nothing_that_the_verdict_has() -> None:
 # The screen
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 34), (200, 60)])
-async def test_a_stalled_run_of_64_ranks_fits_on_any_screen(tmp_path: Path, size: tuple[int, int]) -> None:
+async def test_a_stalled_run_of_64_ranks_fits_on_any_screen(tmp_path: Path) -> None:
     words = "stalled: waiting 12 s for rank 41 (gpu06:1), which is at train.py:41 in load_batch"
     verdict = VerdictView(iso(made_at()), "stall-behind", 41, "gpu06", words, "→ see the disk", stall(64, 41))
     keep(lab.environment(tmp_path), msgspec.structs.replace(run(64), state="stalled", verdicts=[verdict]))
-    async with opened(tmp_path, size) as (app, _, screen):
+    async with opened(tmp_path, (80, 24)) as (app, pilot, screen):
         await screen.workers.wait_for_complete()
-        for part in (words, "stalled for ", "see the disk", "gpu06 40-47 W B!W W", "gpu06:1, idle at train.py:41"):
-            assert lab.shown(app, part), lab.screen(app)
-        assert lab.shown(app, "← ranks 0-40,42-63 wait for it", "→ rank 41", "Rank State", "0 waits gpu01")
-        assert lab.screen(app).splitlines()[-1].endswith("? Help")
+        for size in ((80, 24), (120, 34), (200, 60)):
+            await pilot.resize_terminal(*size)
+            for part in (words, "stalled for ", "see the disk", "gpu06 40-47 W B!W W", "gpu06:1, idle at train.py:41"):
+                assert lab.shown(app, part), lab.screen(app)
+            assert lab.shown(app, "← ranks 0-40,42-63 wait for it", "→ rank 41", "Rank State", "0 waits gpu01")
+            assert lab.screen(app).splitlines()[-1].endswith("? Help")
 
 
 STALL = """

@@ -79,9 +79,8 @@ def shows(app: ReplayApp, *words: str) -> Callable[[], bool]:
     return lambda: all(word in lab.screen(app) for word in words)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
-async def test_moving_through_a_recording(tmp_path: Path, day: Path, size: tuple[int, int]) -> None:
-    async with replay(tmp_path, day, size) as (app, core, pilot):
+async def test_moving_through_a_recording(tmp_path: Path, day: Path) -> None:
+    async with replay(tmp_path, day, (80, 24)) as (app, core, pilot):
         await lab.settle(pilot, shows(app, f"REPLAY {clock(0)}", "1x", "paused", "gpu02"))
         assert lab.screen(app).splitlines()[-1].split()[:6] == ["0", "Pause", "+", "Faster", "-", "Slower"]
         assert not {"Reserve", "Launch"} & set(lab.screen(app).splitlines()[-1].split())  # they are refused

@@ -38,8 +38,10 @@ def value(app: BoardApp, key: str) -> str:
 async def fill(pilot: Pilot[int], key: str, text: str) -> None:
     entry = pilot.app.screen.query_one(f"#field-{key}", Input)
     entry.focus()
-    entry.value = ""
-    await pilot.press(*("space" if letter == " " else letter for letter in text))
+    await pilot.pause()  # the focus selects what is there
+    entry.value = text[:-1]
+    entry.cursor_position = len(text)
+    await pilot.press(*text[-1:])
 
 
 async def open_for(app: BoardApp, pilot: Pilot[int], which: Sequence[str]) -> ReserveDialog:
@@ -195,12 +197,18 @@ async def half_taken(tmp_path: Path, core: Core, app: BoardApp, pilot: Pilot[int
     await lab.settle(pilot, lambda: core.operations._reserving == set() and lab.claims(tmp_path) == [])
 
 
-async def test_closing_the_dialog_releases_the_reservation(tmp_path: Path, core: Core) -> None:
-    async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot) as agent:
-        await pilot.press("escape")
-        assert not isinstance(app.screen, ReserveDialog)
-        await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
-        os.kill(agent, 0)  # raises where the agent has gone
+async def test_closing_the_dialog_or_going_elsewhere_releases_the_reservation(tmp_path: Path, core: Core) -> None:
+    async with lab.board(core) as (app, pilot):
+        async with half_taken(tmp_path, core, app, pilot) as agent:
+            await pilot.press("escape")
+            assert not isinstance(app.screen, ReserveDialog)
+            await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
+            os.kill(agent, 0)  # raises where the agent has gone
+        app.clear_notifications()
+        async with half_taken(tmp_path, core, app, pilot):
+            app.go_to("node:sim01")  # as the palette does
+            await lab.settle(pilot, lambda: len(app.screen_stack) == 2 and lab.claims(tmp_path) == [])
+            assert lab.told(app, "Cancelled: nothing is reserved")
 
 
 async def test_a_keeper_that_fails_at_the_end_is_reported(
@@ -214,13 +222,6 @@ async def test_a_keeper_that_fails_at_the_end_is_reported(
         await lab.settle(pilot, lambda: lab.told(app, "Not reserved: the keeper has ended"))
         await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
         assert len(app.screen_stack) == 2
-
-
-async def test_going_elsewhere_releases_the_reservation(tmp_path: Path, core: Core) -> None:
-    async with lab.board(core) as (app, pilot), half_taken(tmp_path, core, app, pilot):
-        app.go_to("node:sim01")  # as the palette does
-        await lab.settle(pilot, lambda: len(app.screen_stack) == 2 and lab.claims(tmp_path) == [])
-        assert lab.told(app, "Cancelled: nothing is reserved")
 
 
 async def test_quitting_releases_a_reservation_in_progress(tmp_path: Path, core: Core) -> None:

@@ -234,10 +234,7 @@ async def test_without_runs_it_shows_how_to_start_one(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: not isinstance(app.screen, RunsScreen))
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
-async def test_a_failed_run_is_shown_rank_by_rank_with_the_reason(
-    tmp_path: Path, env: dict[str, str], size: tuple[int, int]
-) -> None:
+async def test_a_failed_run_is_shown_rank_by_rank_with_the_reason(tmp_path: Path, env: dict[str, str]) -> None:
     verdict = VerdictView(
         "", "raised", 1, "gpu01", "rank 1 (gpu01:5) failed: ValueError: [/x] bad at train.py:41 in step"
     )
@@ -247,11 +244,15 @@ async def test_a_failed_run_is_shown_rank_by_rank_with_the_reason(
     ]
     keep(env, view("rbad2345", "failed", exit_code=1, ranks=ranks, verdicts=[verdict]))
     keep(env, view("rgood234", "done", exit_code=0, started=iso(made_at() - 60)))
-    async with opened(tmp_path, size) as (app, pilot, _):
-        await lab.settle(pilot, lambda: lab.shown(app, "rank 1 (gpu01:5) failed: ValueError: [/x] bad at train.py:41"))
-        assert lab.shown(app, "rbad2345 failed", "rgood234 done", "1 killed, 1 failed", "loss 0.3", "漢字 bad")
-        await pilot.press("down")
-        await lab.settle(pilot, lambda: lab.shown(app, "done, exit code 0; ranks: 2 running"))
+    reason = "rank 1 (gpu01:5) failed: ValueError: [/x] bad at train.py:41"
+    async with opened(tmp_path) as (app, pilot, _):
+        for size in ((80, 24), (120, 40), (200, 60)):
+            await pilot.resize_terminal(*size)
+            await lab.settle(pilot, lambda: lab.shown(app, reason))
+            assert lab.shown(app, "rbad2345 failed", "rgood234 done", "1 killed, 1 failed", "loss 0.3", "漢字 bad")
+            await pilot.press("down")
+            await lab.settle(pilot, lambda: lab.shown(app, "done, exit code 0; ranks: 2 running"))
+            await pilot.press("up")
 
 
 def logged(app: BoardApp, rank: int) -> bool:
@@ -325,35 +326,34 @@ def detailed(screen: RunsScreen, run: str) -> bool:
     return entry is not None and detail is not None and entry.view.id == detail[0] == run
 
 
-@pytest.mark.parametrize(
-    ("size", "with_logs"),
-    [
-        ((80, 24), set()),
-        ((120, 36), {"rsmall"}),
-        ((120, 40), {"rsmall"}),
-        ((80, 40), {"rsmall"}),
-        ((160, 48), {"rsmall", "ronce", "rmany"}),
-    ],
-)
-async def test_all_of_a_run_is_above_the_screen_s_edge(
-    tmp_path: Path, env: dict[str, str], size: tuple[int, int], with_logs: set[str]
-) -> None:
+async def test_all_of_a_run_is_above_the_screen_s_edge(tmp_path: Path, env: dict[str, str]) -> None:
     keep_large_runs(env)
-    logs = set()
-    async with opened(tmp_path, size) as (_, pilot, screen):
+    with_logs: dict[tuple[int, int], set[str]] = {
+        (80, 24): set(),
+        (120, 36): {"rsmall"},
+        (120, 40): {"rsmall"},
+        (80, 40): {"rsmall"},
+        (160, 48): {"rsmall", "ronce", "rmany"},
+    }
+    logs: dict[tuple[int, int], set[str]] = {size: set() for size in with_logs}
+    async with opened(tmp_path) as (_, pilot, screen):
         for run in ("rsmall", "ronce", "rtwice", "rmany"):
             screen.jump(run)
             await lab.settle(pilot, partial(detailed, screen, run))
-            await pilot.pause()
-            assert screen.virtual_size == screen.size == size, run
-            shown = [part for part in screen.query("Grid, Lines, LogView, Footer") if part.region]
-            assert max(part.region.bottom for part in shown) == size[1], run
-            if screen.query_one("#logs").region:
-                logs.add(run)
-                assert screen.query_one("#logs").region.height >= 6
-            await pilot.press("slash")
-            await lab.settle(pilot, lambda: screen.field.size.height > 0 and screen.virtual_size == size)
-            await pilot.press("escape")
+            for size in with_logs:
+                await pilot.resize_terminal(*size)
+                assert screen.virtual_size == screen.size == size, run
+                shown = [part for part in screen.query("Grid, Lines, LogView, Footer") if part.region]
+                assert max(part.region.bottom for part in shown) == size[1], run
+                if screen.query_one("#logs").region:
+                    logs[size].add(run)
+                    assert screen.query_one("#logs").region.height >= 6
+                await pilot.press("slash")
+                await lab.settle(
+                    pilot,
+                    lambda size=size: screen.field.size.height > 0 and screen.virtual_size == size,  # type: ignore[misc]
+                )
+                await pilot.press("escape")
     assert logs == with_logs
 
 

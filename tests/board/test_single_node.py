@@ -52,11 +52,12 @@ async def test_host_gpus_and_processes_are_on_one_screen(tmp_path: Path) -> None
         assert "rogue" in processes[1]
 
 
-@pytest.mark.parametrize("size", [(100, 44), (120, 50), (160, 48)])  # the pane is below, below, at the right
-async def test_the_pane_is_whole(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with opened(tmp_path, eight(), size=size) as (app, _, pilot):
-        await settle(pilot, lambda: "Not readable ECC" in screen(app))
-        assert all(words in screen(app) for words in ("Utilization", " Processes", "Links  ", "python train.py"))
+async def test_the_pane_is_whole(tmp_path: Path) -> None:
+    async with opened(tmp_path, eight(), size=(100, 44)) as (app, _, pilot):
+        for size in ((100, 44), (120, 50), (160, 48)):  # the pane is below, below, at the right
+            await pilot.resize_terminal(*size)
+            await settle(pilot, lambda: "Not readable ECC" in screen(app))
+            assert all(words in screen(app) for words in ("Utilization", " Processes", "Links  ", "python train.py"))
 
 
 @pytest.mark.parametrize("cells", [100, 120, 96])
@@ -74,34 +75,34 @@ def test_the_host_line_does_not_move_with_its_values(cells: int) -> None:
     assert shown[0] == shown[1]
 
 
-@pytest.mark.parametrize("size", [(120, 34), (160, 48)])  # rows of two lines, with a curve beside them, and of four
-async def test_the_last_line_of_a_row_has_what_the_driver_reports_besides(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
+async def test_the_last_line_of_a_row_has_what_the_driver_reports_besides(tmp_path: Path) -> None:
     reports = [Sensors(performance_state=0, sm_clock=1980, fan=34), Sensors(performance_state=12, sm_clock=345), None]
     gpus = [busy("dgx", at, "chrysanthemum", sensors=read) for at, read in enumerate(reports)]
     gpus += [gpu("dgx", at) for at in range(3, 8)]
-    async with opened(tmp_path, eight(gpus=gpus), size=size) as (_, shown, _):
-        lines = [" ".join(re.sub("[⠀-⣿]", "", line).split()[2:]) for line in rows(shown)]  # without model and curve
-        reason = "chrysanthemum: python (pid 400{})"  # its column cuts the name
-        found = [line for line in lines if line.startswith("chrysanthemum:")]
-        assert found == [reason.format(0) + " P0 1980 MHz fan 34%", reason.format(1) + " P12 345 MHz", reason.format(2)]
+    reason = "chrysanthemum: python (pid 400{})"  # its column cuts the name
+    expected = [reason.format(0) + " P0 1980 MHz fan 34%", reason.format(1) + " P12 345 MHz", reason.format(2)]
+    async with opened(tmp_path, eight(gpus=gpus), size=(120, 34)) as (_, shown, pilot):
+        for size in ((120, 34), (160, 48)):  # rows of two lines, with a curve beside them, and of four
+            await pilot.resize_terminal(*size)
+            lines = [" ".join(re.sub("[⠀-⣿]", "", line).split()[2:]) for line in rows(shown)]  # no model, no curve
+            assert [line for line in lines if line.startswith("chrysanthemum:")] == expected
 
 
-@pytest.mark.parametrize(
-    ("size", "tall"), [((80, 24), 1), ((120, 34), 2), ((120, 38), 3), ((160, 48), 4), ((220, 70), 7)]
-)
-async def test_rows_are_as_tall_as_the_screen_allows(tmp_path: Path, size: tuple[int, int], tall: int) -> None:
-    async with opened(tmp_path, eight(), size=size) as (app, shown, pilot):
-        first = [line.split()[0] for line in rows(shown)[:: max(1, tall)]]
-        assert first == [str(index) for index in range(8)]
-        drawn = screen(app).splitlines()
-        assert max(map(len, drawn)) <= size[0]
-        assert sum("python train.py" in line for line in drawn) >= 2
+async def test_rows_are_as_tall_as_the_screen_allows(tmp_path: Path) -> None:
+    sizes = {(80, 24): 1, (120, 34): 2, (120, 38): 3, (160, 48): 4, (220, 70): 7}
+    indexes = [str(index) for index in range(8)]
+    async with opened(tmp_path, eight(), size=(80, 24)) as (app, shown, pilot):
+        for size, tall in sizes.items():
+            await pilot.resize_terminal(*size)
+            assert [line.split()[0] for line in rows(shown)[::tall]] == indexes
+            drawn = screen(app).splitlines()
+            assert max(map(len, drawn)) <= size[0]
+            assert sum("python train.py" in line for line in drawn) >= 2
         # What the GPUs read and how many processes there are moves nothing.
-        idle = eight(gpus=[gpu("dgx", index) for index in range(8)])
-        await next_scene(app, pilot, idle)
-        assert [line.split()[0] for line in rows(shown)[:: max(1, tall)]] == first
+        await next_scene(app, pilot, eight(gpus=[gpu("dgx", index) for index in range(8)]))
+        for size, tall in sizes.items():
+            await pilot.resize_terminal(*size)
+            assert [line.split()[0] for line in rows(shown)[::tall]] == indexes
 
 
 async def test_rows_of_two_lines_have_a_curve_of_two_lines_beside_the_reason(tmp_path: Path) -> None:
@@ -176,11 +177,11 @@ async def test_mig_devices_filter_and_groups(tmp_path: Path) -> None:
         assert not app.screen.query_one(SingleNode).display
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
-async def test_mig_devices_have_their_numbers_and_columns_stay_aligned(tmp_path: Path, size: tuple[int, int]) -> None:
+async def test_mig_devices_have_their_numbers_and_columns_stay_aligned(tmp_path: Path) -> None:
     parts = scene(node("dgx", [mig("dgx", 10, "free", "busy"), busy("dgx", 11, "bob")]))
-    async with opened(tmp_path, parts, size=size) as (_, shown, pilot):
-        for _ in range(2):  # the picture, then the table
+    async with opened(tmp_path, parts, size=(80, 24)) as (_, shown, pilot):
+        for size in ((80, 24), (80, 24), (160, 48), (160, 48)):  # the picture, then the table
+            await pilot.resize_terminal(*size)
             lines = [line for line in rows(shown) if re.search(r"\b1[01](:[01])? ", line)]
             numbers = [re.search(r"\b1[01](?::[01])?(?= )", line) for line in lines]
             assert [found and found[0] for found in numbers] == ["10", "10:0", "10:1", "11"]

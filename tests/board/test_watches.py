@@ -15,6 +15,7 @@ from textual.widgets import Input
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.base import Tick
 from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.leases import LeasesScreen
 from gpuboard.board.screens.watches import Watch, WatchDialog, WatchesScreen, holds, open_watch
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.keeper.client import Handover
@@ -120,12 +121,17 @@ async def test_a_hung_reservation_blocks_no_watch_and_is_released_with_its_own(t
         assert len(lab.toasts(app)) == 1
 
 
-async def test_a_watch_notifies_when_a_lease_ends(core: Core) -> None:
-    async with lab.board(core) as (app, pilot):
+async def test_a_watch_notifies_when_a_lease_that_is_typed_or_under_the_cursor_ends(core: Core) -> None:
+    async with lab.board(core, (80, 24)) as (app, pilot):
         taken = await lab.reserved(app, core, pilot, 1, "L40S")
+        promise = f"Will notify you when lease {taken.lease.id} ends"
         await pilot.press("w")
         await fill(pilot, what=taken.lease.id)
-        await lab.settle(pilot, lambda: f"Will notify you when lease {taken.lease.id} ends" in lab.screen(app))
+        await lab.settle(pilot, lambda: promise in lab.screen(app))
+        await pilot.press("escape", "l")
+        await lab.settle(pilot, lambda: isinstance(app.screen, LeasesScreen) and taken.lease.id in lab.screen(app))
+        await pilot.press("e")
+        await lab.settle(pilot, lambda: promise in lab.screen(app))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: len(app.watches.active) == 1)
         core.operations.release(taken.lease.id)
@@ -146,18 +152,6 @@ async def test_a_watch_notifies_when_a_run_ends(core: Core) -> None:
         folder.keep("state.json", msgspec.structs.replace(view, state="failed", exit_code=1))
         await lab.settle(pilot, lambda: not app.watches.active)
         assert lab.toasts(app)[-1].startswith("Ended: run r7k2m ends: failed: train.py")
-
-
-async def test_a_lease_under_the_cursor(core: Core) -> None:
-    async with lab.board(core, (80, 24)) as (app, pilot):
-        taken = core.operations.reserve(Request(n=1), 600, "")
-        core.operations.published(taken)
-        await pilot.press("l")
-        await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
-        await pilot.press("e")
-        await lab.settle(pilot, lambda: f"Will notify you when lease {taken.lease.id} ends" in lab.screen(app))
-        await pilot.press("escape")
-        core.operations.release(taken.lease.id)
 
 
 def test_a_real_terminal_shows_the_notification(tmp_path: Path) -> None:

@@ -34,15 +34,16 @@ def _no_driver_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuboard.cluster.inventory.first_run.own_uuids", list)  # this machine may have GPUs
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-async def test_three_choices_in_place_of_a_blank_screen(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with made.still(tmp_path, made.scene(BARE), size, HERE) as (app, pilot):
+async def test_three_choices_in_place_of_a_blank_screen(tmp_path: Path) -> None:
+    async with made.still(tmp_path, made.scene(BARE), (200, 60), HERE) as (app, pilot):
         await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
-        text = lab.screen(app)
-        assert app.screen.query_one(OptionList).option_count == 3
-        assert "gpuboard demo --board" in text
-        assert "Name the nodes that have GPUs" in text
-        assert "lap: no NVIDIA driver here" in text
+        for size in ((200, 60), (80, 24)):
+            await pilot.resize_terminal(*size)
+            text = lab.screen(app)
+            assert app.screen.query_one(OptionList).option_count == 3
+            assert "gpuboard demo --board" in text
+            assert "Name the nodes that have GPUs" in text
+            assert "lap: no NVIDIA driver here" in text
         await pilot.press("down", "down", "enter")
         await lab.settle(pilot, lambda: isinstance(app.screen, WhyNone))
         assert "nvidia-smi" in lab.screen(app)
