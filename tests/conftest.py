@@ -79,9 +79,11 @@ def started_slurm(started_nodes: test_nodes.Cluster) -> Iterator[test_slurm.Slur
 
 
 @pytest.fixture
-def slurm(started_slurm: test_slurm.SlurmCluster, nodes: test_nodes.Cluster) -> test_slurm.SlurmCluster:
+def slurm(
+    started_slurm: test_slurm.SlurmCluster, nodes: test_nodes.Cluster, request: pytest.FixtureRequest
+) -> test_slurm.SlurmCluster:
     """Slurm without jobs on the test nodes, which are reset too: see tests/slurm.py."""
-    started_slurm.configure()
+    started_slurm.configure(**getattr(request, "param", {}))
     return started_slurm
 
 

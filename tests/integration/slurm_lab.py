@@ -7,9 +7,8 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-from tests.hosts import Host, NodeProcess
+from tests.hosts import USERS, Host, NodeProcess, processes_of
 from tests.integration.launch_lab import write_torch
 from tests.nvml import Gpu
 from tests.slurm import SlurmCluster
@@ -36,7 +35,10 @@ class Lab:
 
     def put(self, name: str, text: str) -> None:
         """Write a file of alice's, relative to her home; one that begins with ``#!`` can be run."""
-        self.login.run(["sh", "-c", 'cat > "$0"; grep -q "^#!" "$0" && chmod +x "$0"; :', name], stdin=text, check=True)
+        path = self.slurm.nodes.home("alice") / name
+        path.write_text(text)
+        path.chmod(0o755 if text.startswith("#!") else 0o644)
+        os.chown(path, USERS["alice"], USERS["alice"])
 
     def text(self, name: str) -> str:
         """Return a file in alice's home, "" when there is none."""
@@ -59,7 +61,8 @@ class Lab:
 
     def processes(self, names: Sequence[str] = NODES) -> list[NodeProcess]:
         """Return what runs as alice on these nodes."""
-        return [process for name in names for process in self.host(name).processes(user="alice")]
+        found = processes_of([self.host(name) for name in names])
+        return [process for name in names for process in found[name] if process.uid == USERS["alice"]]
 
     def kill_all(self, name: str) -> None:
         """Kill whatever runs as alice on a node at one stroke: nobody there sees anybody else end."""
@@ -128,8 +131,9 @@ def opened(slurm: SlurmCluster) -> Iterator[Lab]:
         slurm.nodes[name].script([Gpu() for _ in range(8)])
         slurm.nodes[name].pause_sshd()
     lab = Lab(slurm)
-    write_torch(Path(lab.login.path(f"{HOME}/fake")))
-    lab.login.run(["chown", "-R", "alice:", f"{HOME}/fake"], user="root", check=True)
+    fake = write_torch(slurm.nodes.home("alice") / "fake")
+    for path in (fake, *fake.rglob("*")):
+        os.chown(path, USERS["alice"], USERS["alice"])
     yield lab
     for name in NODES:
         slurm.nodes[name].resume_sshd()

@@ -15,7 +15,7 @@ from tests.integration.slurm_truth import Status, configure, states, status
 from tests.integration.test_ladder import give_smi, without_python
 from tests.integration.test_slurm_faults import Watch
 from tests.integration.test_sources_nodes import put
-from tests.slurm import SlurmCluster
+from tests.slurm import SlurmCluster, configured
 from tests.waiting import until
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(240)]
@@ -30,13 +30,14 @@ account required pam_slurm_adopt.so
 session required pam_permit.so
 """
 
+CONTAIN = configured("PrologFlags=contain")
+
 
 @pytest.fixture
 def adopting(slurm: SlurmCluster) -> Iterator[SlurmCluster]:
-    """Slurm whose node gpu01 only accepts users with a job running on it."""
+    """Slurm whose node gpu01 only accepts users with a job running on it; with the configuration ``CONTAIN``."""
     if not ADOPT.exists():
         pytest.skip("pam_slurm_adopt (package libpam-slurm-adopt) is not installed")
-    slurm.configure("PrologFlags=contain")
     gpu01 = slurm.nodes["gpu01"]
     path = gpu01.path("/etc/pam.d/sshd")
     before = path.read_text()
@@ -87,58 +88,39 @@ def agents(host: Host) -> list[str]:
     return [p.name for p in host.processes(user="alice") if p.name.startswith(("python", "sshd", "sh"))]
 
 
-def test_a_job_opens_the_way_and_its_end_closes_it(adopting: SlurmCluster) -> None:
+@CONTAIN
+@pytest.mark.parametrize(
+    ("gpus", "seen"), [([], "ffffffff"), (["--gres=gpu:2"], "aaffffff")], ids=["without GPUs", "with GPUs"]
+)
+def test_a_job_opens_the_way_of_ssh_when_its_node_is_ready_and_its_end_closes_it(
+    adopting: SlurmCluster, gpus: list[str], seen: str
+) -> None:
+    """Until Slurm's prolog has run there, pam_slurm_adopt finds no job to let her into."""
     gpu01 = adopting.nodes["gpu01"]
     before, refused = asked(gpu01), denied(gpu01)
     with watching(adopting) as watch:
         shown = watch.until(lambda line: source(line) == ("slurm", None), "Slurm shows it")
         assert states(shown, "gpu01") == "ffffffff"
-        assert asked(gpu01) == before
-        number = adopting.submit(["--gres=gpu:2", "-w", "gpu01", "--wrap", "exec sleep 600"], running=True)
+        adopting.daemon("gpu01", "stop")
+        number = adopting.submit([*gpus, "-w", "gpu01", "--wrap", "exec sleep 600"], running=True)
+        assert adopting.job(number)["Reason"] == "Prolog"
+        lines = len(watch.lines)
+        watch.until(lambda line: len(watch.lines) > lines + 6, "three seconds have passed, and Slurm was asked thrice")
+        assert (source(watch.lines[-1]), asked(gpu01)) == (("slurm", None), before)
+        adopting.daemon("gpu01", "continue")
         watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way")
-        watch.until(lambda line: states(line, "gpu01") == "aaffffff", "two readings have been made")
-        assert asked(gpu01) == before + 1
+        watch.until(lambda line: states(line, "gpu01") == seen, "two readings have been made")
+        assert (asked(gpu01), denied(gpu01)) == (before + 1, refused)
+        steps = adopting.run(["squeue", "--steps", "-h", "-u", "alice", "-o", "%j"], check=True).stdout
+        assert "gpuboard" not in steps
         adopting.run(["scancel", str(number)], check=True)
         watch.until(lambda line: source(line) == ("slurm", None), "the job's end closes it")
         until(lambda: not agents(gpu01), "nothing is left on the node")
     assert_left_alone(gpu01, before, refused)
 
 
-def test_a_job_without_gpus_opens_the_way_of_ssh(adopting: SlurmCluster) -> None:
-    gpu01 = adopting.nodes["gpu01"]
-    before, refused = asked(gpu01), denied(gpu01)
-    with watching(adopting) as watch:
-        watch.until(lambda line: source(line) == ("slurm", None), "Slurm shows it")
-        number = adopting.submit(["-w", "gpu01", *SLEEP], running=True)
-        watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way")
-        watch.until(lambda line: states(line, "gpu01") == "ffffffff", "two readings have been made")
-        steps = adopting.run(["squeue", "--steps", "-h", "-u", "alice", "-o", "%j"], check=True).stdout
-        assert "gpuboard" not in steps
-        adopting.run(["scancel", str(number)], check=True)
-        watch.until(lambda line: source(line) == ("slurm", None), "the job's end closes it")
-    assert_left_alone(gpu01, before, refused)
-
-
-@pytest.mark.parametrize("gpus", [[], ["--gres=gpu:2"]], ids=["without GPUs", "with GPUs"])
-def test_a_job_opens_the_way_when_its_node_is_ready_for_it(adopting: SlurmCluster, gpus: list[str]) -> None:
-    """Until Slurm's prolog has run there, pam_slurm_adopt finds no job to let her into."""
-    gpu01 = adopting.nodes["gpu01"]
-    before, refused = asked(gpu01), denied(gpu01)
-    with watching(adopting) as watch:
-        watch.until(lambda line: source(line) == ("slurm", None), "Slurm shows it")
-        adopting.daemon("gpu01", "stop")
-        number = adopting.submit([*gpus, "-w", "gpu01", *SLEEP], running=True)
-        assert adopting.job(number)["Reason"] == "Prolog"
-        seen = len(watch.lines)
-        watch.until(lambda line: len(watch.lines) > seen + 6, "three seconds have passed, and Slurm was asked thrice")
-        assert (source(watch.lines[-1]), asked(gpu01)) == (("slurm", None), before)
-        adopting.daemon("gpu01", "continue")
-        watch.until(lambda line: source(line) == ("nvml", None), "the job opens the way")
-        assert (asked(gpu01), denied(gpu01)) == (before + 1, refused)
-
-
+@configured("PrologFlags=contain", cgroups=True)
 def test_gpus_that_a_job_without_gpus_hides_stay_as_slurm_shows_them(adopting: SlurmCluster) -> None:
-    adopting.configure("PrologFlags=contain", cgroups=True)
     adopting.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], user="bob", running=True)
     with watching(adopting) as watch:
         adopting.submit(["-w", "gpu01", *SLEEP], running=True)
@@ -148,6 +130,7 @@ def test_gpus_that_a_job_without_gpus_hides_stay_as_slurm_shows_them(adopting: S
         assert all(states(line, "gpu01") in {"aaffffff", "ffffffff"} for line in watch.lines), "none was ever lost"
 
 
+@CONTAIN
 @pytest.mark.parametrize("transport", ["asyncssh", "openssh", "paramiko"])
 def test_a_refusal_without_a_job_is_reported_and_not_retried(adopting: SlurmCluster, transport: str) -> None:
     if transport == "paramiko":
@@ -185,32 +168,32 @@ def test_where_ssh_is_refused_a_step_of_ones_job_leads_there(slurm: SlurmCluster
         until(lambda: not agents(gpu01), "nothing is left on the node")
 
 
-@pytest.mark.parametrize("name", ["lab-a", "gpu01.lab.example", "alice@gpu01"])
-def test_a_step_leads_to_a_node_that_slurm_knows_by_another_name(slurm: SlurmCluster, name: str) -> None:
-    hosts = {"hosts": f"{name}\n"}  # the only source of nodes that says as whom to log in
+def test_a_step_leads_to_a_node_that_slurm_knows_by_another_name(slurm: SlurmCluster) -> None:
     alias = "Host lab-a\n    HostName gpu01\n\n"
     own = (slurm.nodes.home("alice") / ".ssh" / "config").read_text()
-    put(slurm.nodes, "alice", {".ssh/config": alias + own, **hosts})
-    configure(slurm, "alice", nodes="hostfile:~/hosts")
+    configure(slurm, "alice", nodes="hostfile:~/hosts")  # the only source of nodes that says as whom to log in
     slurm.nodes["gpu01"].stop_sshd()
     number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], running=True)
-    found = status(slurm, "alice")
-    assert (node(found)["name"], source(found)) == (name.rpartition("@")[2], ("nvml", None))
-    assert [{job["id"] for job in gpu["jobs"]} for gpu in node(found)["gpus"][:3]] == [{str(number)}] * 2 + [set()]
-    asked = slurm.run(["gpuboard", "allocate", "--n", "1", "--dry-run"])
-    assert "sbatch" in asked.stderr + asked.stdout, "it is Slurm's: no claim may be made there"
+    for name in ("lab-a", "gpu01.lab.example", "alice@gpu01"):
+        put(slurm.nodes, "alice", {".ssh/config": alias + own, "hosts": f"{name}\n"})
+        found = status(slurm, "alice")
+        assert (node(found)["name"], source(found)) == (name.rpartition("@")[2], ("nvml", None))
+        assert [{job["id"] for job in gpu["jobs"]} for gpu in node(found)["gpus"][:3]] == [{str(number)}] * 2 + [set()]
+        asked = slurm.run(["gpuboard", "allocate", "--n", "1", "--dry-run"])
+        assert "sbatch" in asked.stderr + asked.stdout, "it is Slurm's: no claim may be made there"
 
 
-@pytest.mark.parametrize("other", ["before", "after"])
-def test_a_step_leads_to_any_component_of_a_heterogeneous_job(slurm: SlurmCluster, other: str) -> None:
-    configure(slurm, "alice", nodes="gpu01")
-    slurm.nodes["gpu01"].stop_sshd()
-    parts = [["--gres=gpu:2", "-w", "gpu01"], ["--gres=gpu:1", "-w", "gpu02"]]
-    first, second = parts if other == "after" else parts[::-1]
+def test_a_step_leads_to_any_component_of_a_heterogeneous_job(slurm: SlurmCluster) -> None:
+    configure(slurm, "alice", nodes="gpu01,gpu03")
+    for name in ("gpu01", "gpu03"):  # in the first component and in the second
+        slurm.nodes[name].stop_sshd()
+    first, second = (["--gres=gpu:2", "-w", "gpu01"], ["--gres=gpu:1", "-w", "gpu02"])
     slurm.submit([*first, ":", *second, *SLEEP], running=True)
-    found = status(slurm, "alice")
-    assert source(found) == ("nvml", None)
-    assert [len(gpu["jobs"]) for gpu in node(found)["gpus"]] == [1, 1, 0, 0, 0, 0, 0, 0]
+    first, second = (["--gres=gpu:1", "-w", "gpu02"], ["--gres=gpu:2", "-w", "gpu03"])
+    slurm.submit([*first, ":", *second, *SLEEP], running=True)
+    for found in status(slurm, "alice")["nodes"]:
+        assert (found["source"], found["error"]) == ("nvml", None)
+        assert [len(gpu["jobs"]) for gpu in found["gpus"]] == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_without_python_and_without_ssh_nvidia_smi_is_asked_in_a_step(slurm: SlurmCluster) -> None:

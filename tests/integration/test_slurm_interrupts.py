@@ -1,4 +1,4 @@
-"""`allocate` stopped at each of ten points on its way to a job, by SIGINT, SIGTERM and SIGKILL: no job is left."""
+"""`allocate` stopped at each of ten points on its way to a job, by a signal or by SIGKILL: no job is left."""
 
 from __future__ import annotations
 
@@ -35,18 +35,27 @@ exit $code
 # srun's stdin and stdout are an agent's, so it is stopped only before it starts.
 PASSING = WRAPPER[: WRAPPER.index("/usr/bin")] + 'exec /usr/bin/$name "$@"\n'
 
-POINTS = [
-    ("sinfo", "before", 1, "--n 2"),  # the partitions: nothing is submitted yet
-    ("sinfo", "after", 1, "--n 2"),
-    ("sbatch", "before", 1, "--n 2"),  # the keeper has the lease, no job is submitted
-    ("sbatch", "after", 1, "--n 2"),  # there is a job, whose number is unknown
-    ("squeue", "before", 1, "--n 2"),  # the number is known
-    ("squeue", "after", 1, "--n 2"),  # it runs, which is not known yet
-    ("squeue", "before", 3, "--n 24 --wait 5m"),  # it waits in the queue
-    ("scontrol", "before", 1, "--n 2"),  # it runs: its nodes are queried
-    ("scontrol", "after", 2, "--n 2"),
-    ("srun", "before", 1, "--n 2"),  # its GPUs are read
-]
+# By command: where it is stopped, at which call, with which arguments, and the signal: one handler takes both.
+POINTS = {
+    "sinfo": [  # the partitions: nothing is submitted yet
+        ("before", 1, "--n 2", signal.SIGINT),
+        ("after", 1, "--n 2", signal.SIGTERM),
+    ],
+    "sbatch": [
+        ("before", 1, "--n 2", signal.SIGTERM),  # the keeper has the lease, no job is submitted
+        ("after", 1, "--n 2", signal.SIGINT),  # there is a job, whose number is unknown
+    ],
+    "squeue": [
+        ("before", 1, "--n 2", signal.SIGINT),  # the number is known
+        ("after", 1, "--n 2", signal.SIGTERM),  # it runs, which is not known yet
+        ("before", 3, "--n 24 --wait 5m", signal.SIGINT),  # it waits in the queue
+    ],
+    "scontrol": [  # it runs: its nodes are queried
+        ("before", 1, "--n 2", signal.SIGTERM),
+        ("after", 2, "--n 2", signal.SIGINT),
+    ],
+    "srun": [("before", 1, "--n 2", signal.SIGTERM)],  # its GPUs are read
+}
 
 
 @pytest.fixture
@@ -74,33 +83,39 @@ def start(slurm: SlurmCluster, home: Path, point: str, args: str, holder: int) -
     return slurm.nodes["login1"].popen(words, env={"PATH": f"/srv/home/alice/bin:{PATH}"})
 
 
-@pytest.mark.parametrize("point", POINTS, ids=lambda point: "-".join(map(str, point[:3])))
-def test_no_job_is_left(slurm: SlurmCluster, home: Path, point: tuple[str, str, int, str]) -> None:
-    *words, args = point
+def interrupt(slurm: SlurmCluster, home: Path, process: Running, point: str, number: int) -> None:
+    """Send a signal to an allocation that stops at ``point``, let it go on, and check its end."""
     stop = home / "stop"
-    blocker = 0
-    if "--wait" in args:
-        blocker = slurm.submit(["-N1", "--gpus=1", "--wrap", "sleep 600"], user="bob", running=True)
-    # `status` fills the cache of Slurm's answers, so that the counted scontrol calls are allocate's own.
+    until(lambda: (stop / "reached").exists() or process.poll() is not None, f"{point} is reached")
+    assert process.poll() is None, (point, process.communicate())
+    process.send_signal(number)
+    if number == signal.SIGKILL:
+        process.wait(60)
+    (stop / "go").touch()
+    out, _ = process.communicate(timeout=60)
+    code = -9 if number == signal.SIGKILL else 130
+    assert process.returncode in {code, 128 - code}, point
+    assert number == signal.SIGKILL or out.startswith("export CUDA_VISIBLE_DEVICES=''; "), point
+
+
+@pytest.mark.parametrize("command", POINTS)
+def test_no_job_is_left(slurm: SlurmCluster, home: Path, command: str) -> None:
+    others: set[int] = set()
     with slurm.nodes["login1"].popen(["sleep", "600"]) as holder:
         try:
-            slurm.run(["gpuboard", "status"], check=True)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-                with start(slurm, home, " ".join(map(str, words)), args, holder.process.inner) as process:
-                    until(lambda: (stop / "reached").exists() or process.poll() is not None, f"{words} is reached")
-                    assert process.poll() is None, process.communicate()
-                    process.send_signal(number)
-                    if number == signal.SIGKILL:
-                        process.wait(60)
-                    (stop / "go").touch()
-                    out, _ = process.communicate(timeout=60)
-                code = -9 if number == signal.SIGKILL else 130
-                assert process.returncode in {code, 128 - code}
-                if number != signal.SIGKILL:
-                    assert out.startswith("export CUDA_VISIBLE_DEVICES=''; ")
-                    assert slurm.jobs(ending=False) == {blocker} - {0}  # ended when the command has
-                until(lambda: slurm.jobs() == {blocker} - {0}, f"no job is left after {number.name}")
-                until(lambda: not left(slurm), f"no file is left after {number.name}: {left(slurm)}")
+            for when, call, args, handled in POINTS[command]:
+                if "--wait" in args:
+                    others.add(slurm.submit(["-N1", "--gpus=1", "--wrap", "sleep 600"], user="bob", running=True))
+                # `status` fills the cache of Slurm's answers, so that the counted scontrol calls are allocate's own.
+                slurm.run(["gpuboard", "status"], check=True)
+                for number in (handled, signal.SIGKILL):
+                    point = f"{command} {when} {call}"
+                    with start(slurm, home, point, args, holder.process.inner) as process:
+                        interrupt(slurm, home, process, point, number)
+                    if number != signal.SIGKILL:
+                        assert slurm.jobs(ending=False) == others, f"{point}: it has ended when the command has"
+                    until(lambda: slurm.jobs() == others, f"no job is left: {point}, {number.name}")
+                    until(lambda: not left(slurm), f"no file is left: {point}, {number.name}: {left(slurm)}")
         finally:
             holder.kill()
 

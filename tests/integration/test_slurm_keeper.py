@@ -52,23 +52,35 @@ def running(slurm: SlurmCluster) -> int:
     return number
 
 
-def kill_all(slurm: SlurmCluster, process: Running) -> None:
-    """Kill keeper and holder at once."""
-    end(*until(lambda: keepers(slurm), "a keeper runs"), process.inner)
+def kill_all(slurm: SlurmCluster, *holders: Running) -> None:
+    """Kill keeper and holders at once."""
+    end(*until(lambda: keepers(slurm), "a keeper runs"), *(process.inner for process in holders))
 
 
-def test_the_job_runs_with_heartbeats_and_ends_itself_without(slurm: SlurmCluster) -> None:
+def test_jobs_run_with_heartbeats_and_few_queries_and_end_themselves_without(slurm: SlurmCluster) -> None:
+    home = slurm.nodes.home("alice")
+    (home / "bin").mkdir()
+    for name in ("squeue", "scontrol", "sinfo", "scancel"):
+        wrapper = home / "bin" / name
+        wrapper.write_text(f'#!/bin/sh\necho {name} >>/srv/home/alice/queries\nexec /usr/bin/{name} "$@"\n')
+        wrapper.chmod(0o755)
+    (home / "queries").touch()
+    os.chown(home / "queries", 2001, 2001)
     configured(slurm, SHORT)
-    with shell(slurm, "--n", "1") as process:
-        assert line_of(process) == "code 0"
+    env = {"PATH": f"/srv/home/alice/bin:{PATH}"}
+    with shell(slurm, "--n", "1", env=env) as one, shell(slurm, "--n", "1", env=env) as two:
+        assert line_of(one) == line_of(two) == "code 0"
+        (home / "queries").write_text("")
         started = time.monotonic()
-        until(lambda: time.monotonic() - started > 18, "twice the silence limit has passed")
-        number = running(slurm)
-        kill_all(slurm, process)
+        until(lambda: time.monotonic() - started > 20, "twice the silence limit, more than ten heartbeats of each")
+        assert (home / "queries").read_text().split() in ([], ["squeue"], ["squeue", "squeue"])
+        jobs = slurm.jobs(ending=False)
+        assert [slurm.job(number)["JobState"] for number in jobs] == ["RUNNING"] * 2
+        kill_all(slurm, one, two)
         killed = Stopwatch()
-        until(lambda: not slurm.jobs(), "the job has ended itself")
+        until(lambda: not slurm.jobs(), "the jobs have ended themselves")
         assert killed.stop() < 18.0
-        assert slurm.job(number)["JobState"] == "COMPLETED"
+        assert [slurm.job(number)["JobState"] for number in jobs] == ["COMPLETED"] * 2
     gpuboard(slurm, "leases")  # starts a keeper, which has nothing left to do
     all_gone(slurm)
 
@@ -198,26 +210,4 @@ def test_a_detached_lease_needs_no_keeper(slurm: SlurmCluster) -> None:
     until(lambda: time.monotonic() - killed > 20, "more than twice the silence limit has passed")
     running(slurm)
     assert gpuboard(slurm, "release", "--mine").returncode == 0
-    all_gone(slurm)
-
-
-def test_slurm_is_queried_rarely_while_leases_are_held(slurm: SlurmCluster) -> None:
-    home = slurm.nodes.home("alice")
-    (home / "bin").mkdir()
-    for name in ("squeue", "scontrol", "sinfo", "scancel"):
-        wrapper = home / "bin" / name
-        wrapper.write_text(f'#!/bin/sh\necho {name} >>/srv/home/alice/queries\nexec /usr/bin/{name} "$@"\n')
-        wrapper.chmod(0o755)
-    (home / "queries").touch()
-    os.chown(home / "queries", 2001, 2001)
-    configured(slurm, SHORT)
-    env = {"PATH": f"/srv/home/alice/bin:{PATH}"}
-    with shell(slurm, "--n", "1", env=env) as one, shell(slurm, "--n", "1", env=env) as two:
-        assert line_of(one) == line_of(two) == "code 0"
-        (home / "queries").write_text("")
-        started = time.monotonic()
-        until(lambda: time.monotonic() - started > 20, "more than ten heartbeats of each lease")
-        assert (home / "queries").read_text().split() in ([], ["squeue"], ["squeue", "squeue"])
-        one.kill()
-        two.kill()
     all_gone(slurm)

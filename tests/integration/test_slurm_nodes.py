@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.slurm import SlurmCluster
+from tests.slurm import SlurmCluster, configured
 
 pytestmark = pytest.mark.nodes
 
@@ -30,8 +30,8 @@ def names(slurm: SlurmCluster, *said: str) -> list[str]:
     return found
 
 
+@configured(MORE)
 def test_slurms_nodes_with_gpus_are_the_inventory(slurm: SlurmCluster) -> None:
-    slurm.configure(MORE)
     assert names(slurm) == names(slurm, "slurm:") == names(slurm, "slurm:gpu") == ["gpu01", "gpu02", "gpu03"]
     assert names(slurm, "slurm:big") == ["gpu03"]
     assert names(slurm, "slurm:big,short", "gpu02") == ["gpu01", "gpu02", "gpu03"]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import signal
 from functools import partial
+from typing import Any
 
 import pytest
 
-from tests.integration.slurm_truth import Ask, agreeing, configure, gpus, holders, states, status
+from tests.integration.slurm_truth import Ask, Status, agreeing, configure, gpus, holders, states, status
 from tests.nvml import GIB, Gpu, Mig
-from tests.slurm import SlurmCluster
+from tests.slurm import SlurmCluster, configured
 from tests.waiting import read_line, until
 
 pytestmark = pytest.mark.nodes
 
+SMALL, LARGE = (f"nvidia_h100_80gb_hbm3_{profile}" for profile in ("1g.10gb", "3g.40gb"))  # MIG devices
 SLEEP = ("--wrap", "sleep 600")
 PENDING = ("--hold", "--begin=now+1hour", "--dependency=afterok:1", "--gres=gpu:8")
 
@@ -33,6 +35,16 @@ def as_user(slurm: SlurmCluster, user: str = "alice") -> Ask:
 def running(slurm: SlurmCluster, *numbers: int) -> None:
     """Wait until jobs run."""
     until(lambda: all(slurm.job(number)["JobState"] == "RUNNING" for number in numbers), f"jobs {numbers} run")
+
+
+def showing(ask: Ask, node: str, wanted: str) -> Status:
+    """Return the first status in which a node's GPUs have these states."""
+
+    def seen() -> Status:
+        found = ask()
+        return found if states(found, node) == wanted else {}
+
+    return until(seen, f"{node} is {wanted}")
 
 
 def test_every_shape_of_job(slurm: SlurmCluster) -> None:
@@ -73,8 +85,8 @@ def test_every_shape_of_job(slurm: SlurmCluster) -> None:
 
 def test_an_exclusive_job_holds_its_node_whole(slurm: SlurmCluster) -> None:
     slurm.submit(["--exclusive", "--gres=gpu:1", "-w", "gpu02", *SLEEP], running=True)
-    found = agreeing(slurm, as_root(slurm))
-    assert [states(found, name) for name in ("gpu01", "gpu02", "gpu03")] == ["f" * 8, "a" * 8, "f" * 8]
+    found = agreeing(slurm, as_root(slurm, "gpu[01-02]"), node_names="gpu[01-02]")
+    assert [states(found, name) for name in ("gpu01", "gpu02")] == ["f" * 8, "a" * 8]
     assert found["nodes"][1]["scheduler_state"] == "allocated"
 
 
@@ -98,8 +110,8 @@ def test_nodes_without_ones_own_job_are_shown_by_slurm_alone(slurm: SlurmCluster
     assert "alice" not in log("gpu02") + log("gpu03")  # no ssh even tried
 
 
+@configured("Epilog=/srv/home/root/epilog")
 def test_a_job_that_is_ending_keeps_its_node_from_others(slurm: SlurmCluster) -> None:
-    slurm.configure("Epilog=/srv/home/root/epilog")
     epilog, hold = (slurm.nodes.home("root") / name for name in ("epilog", "hold"))
     hold.touch()
     epilog.write_text("#!/bin/sh\nwhile [ -e /srv/home/root/hold ]; do sleep 0.05; done\n")
@@ -107,17 +119,18 @@ def test_a_job_that_is_ending_keeps_its_node_from_others(slurm: SlurmCluster) ->
     number = slurm.submit(["--gres=gpu:2", "-w", "gpu02", *SLEEP], running=True)
     slurm.run(["scancel", str(number)], check=True)
     until(lambda: slurm.job(number)["JobState"] == "COMPLETING", "the job is ending")
-    ask = as_root(slurm)
-    until(lambda: ask()["nodes"][1]["scheduler_state"] == "idle+completing", "it is seen")
-    found = ask()
+    ask = as_root(slurm, "gpu[01-02]")
+    found = showing(ask, "gpu02", "r" * 8)
+    assert found["nodes"][1]["scheduler_state"] == "idle+completing"
     # Slurm counts its GPUs no more, and yet starts nothing on that node until the epilog has ended
     assert slurm.node("gpu02")["GresUsed"] == "gpu:h100:0(IDX:N/A)"
     next_one = slurm.submit(["-w", "gpu02", *SLEEP])
     until(lambda: slurm.job(next_one)["Reason"] == "Resources", "Slurm starts nothing there")
-    assert [states(found, name) for name in ("gpu01", "gpu02", "gpu03")] == ["f" * 8, "r" * 8, "f" * 8]
+    assert states(found, "gpu01") == "f" * 8
     assert {f"job {number}" in gpu["reason"] for gpu in gpus(found, "gpu02")} == {True}
     hold.unlink()
-    until(lambda: states(ask(), "gpu02") == "f" * 8, "its GPUs are free again")
+    until(lambda: slurm.job(next_one)["JobState"] == "RUNNING", "Slurm starts the next job")
+    showing(ask, "gpu02", "f" * 8)
 
 
 def test_drained_down_and_reserved_nodes(slurm: SlurmCluster) -> None:
@@ -138,10 +151,10 @@ def test_drained_down_and_reserved_nodes(slurm: SlurmCluster) -> None:
     assert found["nodes"][1]["scheduler_reason"].startswith("bad NVLink on GPU 3 (root, ")
 
 
+@configured(
+    "SlurmdTimeout=2\nNodeName=gpu04 NodeAddr=10.88.0.14 CPUs=64 RealMemory=512000 Gres=gpu:h100:8 State=UNKNOWN"
+)
 def test_a_node_that_does_not_respond_and_one_that_never_came(slurm: SlurmCluster) -> None:
-    slurm.configure(
-        "SlurmdTimeout=2\nNodeName=gpu04 NodeAddr=10.88.0.14 CPUs=64 RealMemory=512000 Gres=gpu:h100:8 State=UNKNOWN"
-    )
     slurm.daemon("gpu03", "kill")
     until(lambda: "NOT_RESPONDING" in slurm.node("gpu03")["State"], "Slurm misses the node", timeout_s=60)
     configure(slurm, "root", 'ssh = "all"', 'connect_timeout = "1s"', nodes="gpu[01-04]")
@@ -152,15 +165,13 @@ def test_a_node_that_does_not_respond_and_one_that_never_came(slurm: SlurmCluste
     assert found["nodes"][3]["scheduler_state"] == slurm.node("gpu04")["State"].lower()
 
 
+@configured("PrivateData=jobs")
 def test_private_jobs_belong_to_an_unknown_user(slurm: SlurmCluster) -> None:
-    slurm.configure("PrivateData=jobs")
     own = slurm.submit(["--gres=gpu:1", "-w", "gpu01", *SLEEP], running=True)
     slurm.submit(["--gres=gpu:3", "-w", "gpu01", *SLEEP], user="bob", running=True)
     slurm.submit(["--gres=gpu:2", "-w", "gpu02", *SLEEP], user="bob", running=True)
-    agreeing(slurm, as_root(slurm))  # root sees everything
-    ask = as_user(slurm)
-    until(lambda: states(ask(), "gpu02") == "aaffffff", "what bob holds is seen")
-    found = ask()
+    agreeing(slurm, as_root(slurm, "gpu[01-02]"), node_names="gpu[01-02]")  # root sees everything
+    found = showing(as_user(slurm), "gpu02", "aaffffff")
     assert states(found, "gpu01") == "aaaaffff"
     assert [[job["id"] for job in gpu["jobs"]] for gpu in gpus(found, "gpu01")] == [[str(own)]] + [[]] * 7
     hidden = {gpu["reason"] for name in ("gpu01", "gpu02") for gpu in gpus(found, name) if gpu["state"] == "allocated"}
@@ -168,74 +179,73 @@ def test_private_jobs_belong_to_an_unknown_user(slurm: SlurmCluster) -> None:
     assert not any("bob" in reason for reason in hidden)
 
 
+@configured(gres="Name=gpu Type=h100 File=/dev/nvidia[0-3]\nName=gpu Type=a100 File=/dev/nvidia[4-7]")
 def test_two_types_on_a_node(slurm: SlurmCluster) -> None:
-    slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[0-3]\nName=gpu Type=a100 File=/dev/nvidia[4-7]")
     slurm.submit(["--gres=gpu:h100:1,gpu:a100:2", "-w", "gpu01", *SLEEP], running=True)
     slurm.submit(["--gpus=a100:3", "-N2", "-w", "gpu[02-03]", *SLEEP], user="bob", running=True)
     slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], user="bob", running=True)
     assert set(holders(slurm)["gpu01"]) == {0, 1, 2, 4, 5}
-    found = agreeing(slurm, as_root(slurm))
+    found = agreeing(slurm, as_root(slurm, "gpu01"), node_names="gpu01")
     assert states(found, "gpu01") == "aaafaaff"
     names = [gpu["name"] for gpu in gpus(agreeing(slurm, as_user(slurm, "alice")), "gpu03")]
     assert names == ["h100"] * 4 + ["a100"] * 4
 
 
+@configured(gres="Name=gpu File=/dev/nvidia[0-7]")
 def test_gpus_without_a_type(slurm: SlurmCluster) -> None:
-    slurm.configure(gres="Name=gpu File=/dev/nvidia[0-7]")
     slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], running=True)
     slurm.submit(["--gres=gpu:3", "-N2", "-w", "gpu[02-03]", *SLEEP], user="bob", running=True)
     assert slurm.node("gpu01")["GresUsed"] == "gpu:2"  # no numbers there
-    found = agreeing(slurm, as_root(slurm))
+    agreeing(slurm, as_root(slurm, "gpu01"), node_names="gpu01")
+    found = agreeing(slurm, as_user(slurm))
     assert [states(found, name) for name in ("gpu01", "gpu02", "gpu03")] == ["aaffffff", "aaafffff", "aaafffff"]
-    agreeing(slurm, as_user(slurm))
 
 
+@configured("PrivateData=jobs", gres="Name=gpu File=/dev/nvidia[0-7]")
 def test_private_jobs_on_gpus_without_a_type_leave_none_free(slurm: SlurmCluster) -> None:
     """Slurm says how many are given away, to nobody whom it names, and not which: none of them can be called free."""
-    slurm.configure("PrivateData=jobs", gres="Name=gpu File=/dev/nvidia[0-7]")
     own = slurm.submit(["--gres=gpu:1", "-w", "gpu01", *SLEEP], running=True)
     slurm.submit(["--gres=gpu:3", "-w", "gpu01", *SLEEP], user="bob", running=True)
     slurm.submit(["--gres=gpu:8", "-w", "gpu02", *SLEEP], user="bob", running=True)
-    ask = as_user(slurm)
-    until(lambda: states(ask(), "gpu02") == "a" * 8, "what bob holds is seen")
-    found = ask()
+    found = showing(as_user(slurm), "gpu02", "a" * 8)
     assert states(found, "gpu01") == "auuuuuuu"
     assert [job["id"] for job in gpus(found, "gpu01")[0]["jobs"]] == [str(own)]
     assert states(found, "gpu03") == "f" * 8
 
 
+@configured(gres="Name=gpu Type=h100 File=/dev/nvidia[0-7]\nName=shard Count=32")
 def test_shards_are_parts_of_a_gpu(slurm: SlurmCluster) -> None:
-    slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[0-7]\nName=shard Count=32")
     slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], running=True)
     slurm.submit(["--gres=shard:3", "-w", "gpu01", *SLEEP], running=True)
     slurm.submit(["--gres=shard:4", "-w", "gpu01", *SLEEP], user="bob", running=True)
-    found = agreeing(slurm, as_root(slurm))
+    found = agreeing(slurm, as_root(slurm, "gpu01"), node_names="gpu01")
     assert states(found, "gpu01") == "aaaaffff"
     assert "3 shards" in gpus(found, "gpu01")[2]["reason"]
     agreeing(slurm, as_user(slurm))
 
 
+@configured(
+    gres=f"NodeName=gpu01 Name=gpu Type={SMALL} File=/dev/nvidia[0-6]\n"
+    f"NodeName=gpu01 Name=gpu Type={LARGE} File=/dev/nvidia[7-8]"
+)
 def test_mig_devices_are_counted_one_by_one(slurm: SlurmCluster) -> None:
-    small = "nvidia_h100_80gb_hbm3_1g.10gb"
-    large = "nvidia_h100_80gb_hbm3_3g.40gb"
-    types = f"Name=gpu Type={small} File=/dev/nvidia[0-6]\nName=gpu Type={large} File=/dev/nvidia[7-8]"
-    slurm.configure(gres="\n".join(f"NodeName=gpu01 {line}" for line in types.splitlines()))
     slurm.nodes["gpu01"].script(
         [
             Gpu(mig=tuple(Mig(f"MIG-small-{k}", "1g.10gb", gi=k, total=10 * GIB) for k in range(7))),
             Gpu(mig=tuple(Mig(f"MIG-large-{k}", gi=k) for k in range(2))),
         ]
     )
-    slurm.submit([f"--gres=gpu:{small}:2", "-w", "gpu01", *SLEEP], running=True)
-    slurm.submit([f"--gres=gpu:{large}:1", "-w", "gpu01", *SLEEP], user="bob", running=True)
+    slurm.submit([f"--gres=gpu:{SMALL}:2", "-w", "gpu01", *SLEEP], running=True)
+    slurm.submit([f"--gres=gpu:{LARGE}:1", "-w", "gpu01", *SLEEP], user="bob", running=True)
     assert set(holders(slurm)["gpu01"]) == {0, 1, 7}
     ask = as_root(slurm, "gpu01")
 
-    def parts() -> list[str]:
-        return ["".join(part["state"][0] for part in gpu["mig"]) for gpu in gpus(ask(), "gpu01")]
+    def shown() -> list[dict[str, Any]]:
+        found = gpus(ask(), "gpu01")
+        parts = ["".join(part["state"][0] for part in gpu["mig"]) for gpu in found]
+        return found if parts == ["aafffff", "af"] else []
 
-    until(lambda: parts() == ["aafffff", "af"], "the MIG devices of both jobs are seen")
-    first, second = gpus(ask(), "gpu01")
+    first, second = until(shown, "the MIG devices of both jobs are seen")
     assert [job["user"] for part in first["mig"] for job in part["jobs"]] == ["alice", "alice"]
     assert [job["user"] for part in second["mig"] for job in part["jobs"]] == ["bob"]
 
@@ -254,8 +264,8 @@ def test_a_jobs_gpus_are_those_that_cuda_shows_it_where_device_files_count_other
         process.send_signal(signal.SIGTERM)
 
 
+@configured(cgroups=True)
 def test_a_jobs_gpus_are_its_device_files_where_cgroups_have_those(slurm: SlurmCluster) -> None:
-    slurm.configure(cgroups=True)
     slurm.submit(["--gres=gpu:3", "-w", "gpu01", *SLEEP], running=True)
     gpu01 = slurm.nodes["gpu01"]
     own = until(lambda: gpu01.processes(lambda p: p.name == "sleep", user="alice"), "the job's process is there")[0]
@@ -266,14 +276,18 @@ def test_a_jobs_gpus_are_its_device_files_where_cgroups_have_those(slurm: SlurmC
     assert "by device file" in gpus(found, "gpu01")[7]["reason"]
 
 
+@configured(gres="Name=gpu Type=h100 File=/dev/nvidia[1,3,5-7]")
 def test_a_list_of_files_with_holes_frees_no_gpu_that_is_held(slurm: SlurmCluster) -> None:
     """Slurm numbers the files that it was given, the node has more GPUs: what is not certain is not called free."""
-    slurm.configure(gres="Name=gpu Type=h100 File=/dev/nvidia[1,3,5-7]")
     number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", "--wrap", "env; sleep 600"], running=True)
     assert slurm.held(number) == {"gpu01": {0, 1}}  # which are /dev/nvidia1 and 3
     ask = as_root(slurm, "gpu01")
-    until(lambda: "f" not in states(ask(), "gpu01"), "the job is seen")
-    shown = gpus(ask(), "gpu01")
+
+    def seen() -> Status:
+        found = ask()
+        return {} if "f" in states(found, "gpu01") else found
+
+    shown = gpus(until(seen, "the job is seen"), "gpu01")
     assert all(f"job {number}" in shown[file]["reason"] for file in (1, 3))
 
 
@@ -304,8 +318,8 @@ def test_processes_that_contradict_slurm(slurm: SlurmCluster) -> None:
     )
 
 
+@configured(cgroups=True)
 def test_a_processs_job_comes_from_its_cgroup(slurm: SlurmCluster) -> None:
-    slurm.configure(cgroups=True)
     number = slurm.submit(["--gres=gpu:2", "-w", "gpu01", *SLEEP], user="bob", running=True)
     gpu01 = slurm.nodes["gpu01"]
     own = until(lambda: gpu01.processes(lambda p: p.name == "sleep", user="bob"), "the job's process is there")[0]

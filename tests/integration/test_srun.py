@@ -84,27 +84,27 @@ def test_bytes_pass_unchanged(lab: Lab) -> None:
     until(lambda: not clients(lab) and len(lab.processes()) == 1, "only the job's own script is left")
 
 
-@pytest.mark.parametrize("who", ["driver", "srun", "agent"])
-def test_the_end_of_srun_or_agent_ends_both(lab: Lab, who: str) -> None:
+def test_the_end_of_driver_srun_or_agent_ends_all(lab: Lab) -> None:
     job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
-    with channels(lab, job, "gpu01") as driven:
-        driven.start_agents("gpu01")
-        assert agents(lab.host("gpu01"))
-        if who == "driver":
-            driven.process.kill()
-        else:
-            # srun is two processes: the second one, its child, ends the step when the first is killed
-            found = [first(clients(lab))] if who == "srun" else agents(lab.host("gpu01"))
-            host = lab.login if who == "srun" else lab.host("gpu01")
-            host.run(["kill", "-9", *(str(process.inner) for process in found)], user="root")
-            end = driven.event("ended")
-            assert end["kind"] == "exited"
-            assert "killed" in end["words"].lower()
-        until(lambda: not clients(lab) and not agents(lab.host("gpu01")), "nothing of it is left")
+    for who in ("driver", "srun", "agent"):
+        with channels(lab, job, "gpu01") as driven:
+            driven.start_agents("gpu01")
+            assert agents(lab.host("gpu01"))
+            if who == "driver":
+                driven.process.kill()
+            else:
+                # srun is two processes: the second one, its child, ends the step when the first is killed
+                found = [first(clients(lab))] if who == "srun" else agents(lab.host("gpu01"))
+                host = lab.login if who == "srun" else lab.host("gpu01")
+                host.run(["kill", "-9", *(str(process.inner) for process in found)], user="root")
+                end = driven.event("ended")
+                assert end["kind"] == "exited"
+                assert "killed" in end["words"].lower()
+            until(lambda: not clients(lab) and not agents(lab.host("gpu01")), f"nothing of it is left; killed: {who}")
     assert lab.slurm.job(job)["JobState"] == "RUNNING"
 
 
-def test_refusals_of_slurm_have_a_remedy(lab: Lab) -> None:
+def test_refusals_of_slurm_have_a_remedy_and_a_missing_python_is_reported(lab: Lab) -> None:
     job = running(lab, "--nodes=1", "--gpus=1", "--nodelist=gpu01")
     over = lab.run("true").number
     pending = lab.slurm.submit(["--begin=now+1hour", "--output=/dev/null", "--wrap", "true"])
@@ -117,19 +117,15 @@ def test_refusals_of_slurm_have_a_remedy(lab: Lab) -> None:
     assert ended(lab, job, "gpu02") == ("no-job", words)
     kind, words = ended(lab, job, SLURM_CONF="/nowhere/slurm.conf")
     assert kind == "resolve", words
+    with channels(lab, job, "gpu01", command="exec python9 -c 1") as driven:
+        found = driven.event("ended")
+    assert found["kind"] == "no-python", found
     lab.slurm.run(["scontrol", "suspend", str(job)], user="root", check=True)
     kind, words = ended(lab, job, timeout="3s")
     assert (kind, words) == (
         "timeout",
         f"Slurm cannot start a step in job {job} now; is it suspended? see `squeue --me`",
     )
-
-
-def test_a_missing_python_is_reported(lab: Lab) -> None:
-    job = running(lab, "--nodes=1", "--nodelist=gpu01")
-    with channels(lab, job, "gpu01", command="exec python9 -c 1") as driven:
-        found = driven.event("ended")
-    assert found["kind"] == "no-python", found
 
 
 def test_a_job_that_ends_ends_its_channels(lab: Lab) -> None:
