@@ -87,7 +87,7 @@ class Started:
             self.pid, self.pipe = _spawn(folder, env, timing)
 
     def link(self) -> socket.socket | None:
-        """Return a connection, waiting for the keeper's start; None: it has ended since. Raises KeeperError.
+        """Return a connection, waiting for the keeper's start; None: it has ended. Raises KeeperError.
 
         A keeper without a lease ends after some seconds, which claiming can exceed on a busy host. A keeper that finds
         another one running ends at once, and that other one may end too.
@@ -112,6 +112,8 @@ class Started:
         while not output.endswith(b"ready\n"):
             ready = readable(self.pipe, max(0.0, deadline - time.monotonic()))
             chunk = os.read(self.pipe, 4096) if ready else b""
+            if ready and not chunk and not output:
+                break  # killed before it could report
             if not chunk:
                 error = output.decode("utf-8", "replace").strip().rpartition("\n")[2]
                 raise KeeperError(

@@ -442,13 +442,14 @@ def test_state_folder_that_cannot_be_written(lab: Lab) -> None:
         keeper.start_early({**lab.env, "XDG_STATE_HOME": "/proc"})
 
 
-def test_keeper_that_ended_before_the_handover_is_started_again(lab: Lab) -> None:
+@pytest.mark.parametrize("ready", [True, False])
+def test_keeper_that_ended_before_the_handover_is_started_again(lab: Lab, ready: bool) -> None:
     early = keeper.start_early(lab.env)  # claiming then takes longer than a keeper without leases runs
-    first = until(lab.keeper_pid)
-    assert first is not None
-    with contextlib.suppress(ProcessLookupError):  # it has already ended by itself
-        os.kill(first, signal.SIGKILL)
-    until(lambda: lab.keeper_pid() is None)
+    first = until(lab.keeper_pid if ready else lambda: next(iter(lab.keepers()), None))
+    for pid in lab.keepers():
+        with contextlib.suppress(ProcessLookupError):  # it has already ended by itself
+            os.kill(pid, signal.SIGKILL)
+    until(lambda: not lab.keepers())
 
     sleeper = subprocess.Popen(["sleep", "60"])
     who = holder.identify(sleeper.pid)
