@@ -3,12 +3,13 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 VENV ?= .venv
-WORKERS ?= 6
+WORKERS ?= 8
 # The first interpreter that is new enough and runs (a version manager's shim on PATH may not run).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # A hash of the files that define the installation: when they change, the stamps below are out of date.
 KEY := $(shell cat constraints.txt pyproject.toml | sha256sum | cut -c1-16)
+PIP_STAMP := $(VENV)/.installed-pip-$(KEY)
 RUN_STAMP := $(VENV)/.installed-run-$(KEY)
 DEV_STAMP := $(VENV)/.installed-dev-$(KEY)
 BENCH_STAMP := $(VENV)/.installed-bench-$(KEY)
@@ -31,13 +32,13 @@ help:
 demo: $(RUN_STAMP)
 	@$(BIN)/gpuboard demo
 
-# apt and pip at the same time, once there is an interpreter (which may need apt itself).
+# apt, pip and compiling at the same time, once there is an interpreter (which may need apt itself).
 test: $(BIN)/python
-	@$(MAKE) --no-print-directory -j2 system-packages $(DEV_STAMP)
+	@$(MAKE) --no-print-directory -j3 system-packages $(RUN_STAMP) $(DEV_STAMP)
 	@$(MAKE) --no-print-directory check
 
 # mypy takes half a minute on one processor: tests run beside it.
-check: $(DEV_STAMP)
+check: $(RUN_STAMP) $(DEV_STAMP)
 	@$(MAKE) --no-print-directory -j2 lint tests
 
 # Tests mostly wait, so files run in parallel; each worker has its own test nodes.
@@ -45,7 +46,7 @@ tests: bytecode
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Compiles the tests once; else every worker would at its start. pytest reports what fails here.
-bytecode: $(DEV_STAMP)
+bytecode: $(RUN_STAMP) $(DEV_STAMP)
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
 
 lint: $(DEV_STAMP)
@@ -58,7 +59,7 @@ lint: $(DEV_STAMP)
 bench: system-packages $(BENCH_STAMP)
 	$(BIN)/python bench/run.py
 
-bench-faults: system-packages $(DEV_STAMP)
+bench-faults: system-packages $(RUN_STAMP) $(DEV_STAMP)
 	$(BIN)/python bench/run.py faults faults-healthy
 
 system-packages:
@@ -74,16 +75,20 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # hatchling is installed first, so that building gpuboard needs no index and uses the pinned version.
-$(RUN_STAMP): | $(BIN)/python
+$(PIP_STAMP): | $(BIN)/python
 	@echo "installing into $(VENV); the first time this downloads PyTorch, which takes a while"
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation --editable '.[torch]'
+	@rm -f $(VENV)/.installed-pip-*
+	@touch $@
+
+$(RUN_STAMP): $(PIP_STAMP)
 	@$(COMPILE) 'import gpuboard.board.app, asyncssh, torch.distributed.run, torch.nn.parallel, torch.optim, torch.utils.data'
 	@$(BIN)/python -m compileall -q gpuboard
 	@rm -f $(VENV)/.installed-run-*
 	@touch $@
 
-$(DEV_STAMP): $(RUN_STAMP)
+$(DEV_STAMP): $(PIP_STAMP)
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@$(COMPILE) 'import aiohttp, hypothesis, paramiko, pytest, xdist'
 	@rm -f $(VENV)/.installed-dev-*
