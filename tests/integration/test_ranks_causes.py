@@ -339,9 +339,12 @@ def test_the_cause_in_a_child_process(tmp_path: Path) -> None:
         missing = f", caused by KeyError: 3 at {script}:14"
         assert found[0]["note"] == f"in DataLoader worker process 1 for {script}:25{missing}"
         assert found[1]["note"] == f"in DataLoader worker process 0 for {script}:24{missing}"
-        assert (found[2]["line"], found[2]["message"].endswith(" exited unexpectedly")) == (25, True)
-        assert re.search(r" is killed by signal: Bus error\.|\(pid \d+\) was killed by SIGBUS", found[2]["note"])
-        assert ", /dev/shm: " in found[2]["note"]
+        # torch's signal handler raises where the rank is then, or the DataLoader does when it waits
+        assert found[2]["line"] in {25, 26}
+        words = f"{found[2]['message']}, {found[2]['note']}"
+        assert " exited unexpectedly" in words or " is killed by signal: " in found[2]["message"]
+        assert re.search(r" is killed by signal: Bus error\.|\(pid \d+\) was killed by SIGBUS", words)
+        assert ", /dev/shm: " in words
 
 
 PARAMETERS = """
