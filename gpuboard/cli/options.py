@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=80),  # for argparse's checks of options
             allow_abbrev=False,
             add_help=False,
         )
@@ -46,6 +45,7 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: object = None) -> None:
         """Print the help. Raises OSError, which argparse ignores."""
+        self.formatter_class = argparse.RawDescriptionHelpFormatter  # measures the terminal, with shutil: 2 ms
         print(self.format_help(), end="", flush=True)
 
     def error(self, message: str) -> NoReturn:
@@ -147,6 +147,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 def nearest(word: str, words: list[str]) -> str | None:
     """Return the closest match for ``word`` among ``words``, or None."""
+    import difflib  # late: 1 ms, which only an error needs
+
     return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.7)), None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,8 @@ _LAST_BUSY = 8192  # GPUs whose last use is recorded: bounds a node that invents
 
 def backoff_s(failures: int, kind: str, timing: FleetTiming = TIMING) -> float:
     """Return the pause after the ``failures``-th failure in a row (from 1), jittered so that clients spread out."""
+    import random  # late: 1 ms, and `allocate` on healthy nodes never pauses
+
     refused = kind in _REFUSED
     first = timing.backoff_refused_s if refused else timing.backoff_first_s
     most = timing.backoff_refused_most_s if refused else timing.backoff_most_s
