@@ -1,6 +1,6 @@
 """The keeper's record of a lease, and the decision when the lease ends. Pure."""
 
-from __future__ import annotations
+# No postponed annotations: typing would compile each of them, at every start.
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -81,7 +81,7 @@ class LeaseRecord(NamedTuple):
             values["job"] = self.job._asdict() | {"taker": self.job.taker and self.job.taker._asdict()}
         return values
 
-    def with_run(self, run: LeaseRecord) -> LeaseRecord:
+    def with_run(self, run: "LeaseRecord") -> "LeaseRecord":
         """Return this record of a shared lease for another run, too, whose record is ``run``."""
         nodes = {node.name: node for node in self.nodes}
         for node in run.nodes:

@@ -1,6 +1,6 @@
 """Timeouts and intervals of the keeper and its clients, as one value that tests can shorten."""
 
-from __future__ import annotations
+# No postponed annotations: typing would compile each of them, at every start.
 
 from typing import NamedTuple
 

@@ -4,7 +4,7 @@ These are the wire types: the agent sends JSON objects with exactly these keys, 
 what a node sends is untrusted. Unknown is None, never 0. Memory in bytes, temperature in °C, power in W.
 """
 
-from __future__ import annotations
+# No postponed annotations: msgspec would compile each of them, at every start.
 
 import re
 from functools import lru_cache

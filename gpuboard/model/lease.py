@@ -1,6 +1,6 @@
 """Leases as shown to users, built from the nodes' claims or Slurm's jobs (``leases --json``, schema 1)."""
 
-from __future__ import annotations
+# No postponed annotations: msgspec would compile each of them, at every start.
 
 from collections.abc import Sequence
 from itertools import groupby

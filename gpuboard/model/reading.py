@@ -1,6 +1,6 @@
 """The messages of the agent of a node: its readings, with the claims that are stored there."""
 
-from __future__ import annotations
+# No postponed annotations: msgspec would compile each of them, at every start.
 
 from collections.abc import Sequence
 

@@ -4,7 +4,7 @@
 excessive nesting raise :class:`Malformed`; text is cleaned.
 """
 
-from __future__ import annotations
+# No postponed annotations: msgspec would compile each of them, at every start.
 
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar

@@ -3,7 +3,7 @@
 Memory in bytes (used without reserved), temperature in °C, power in W, utilization in percent; None = not available.
 """
 
-from __future__ import annotations
+# No postponed annotations: msgspec would compile each of them, at every start.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -4,7 +4,7 @@ An agent sends at most one reading a second, of a few kB. Claims that hostile us
 larger, never more frequent. One line of the largest size a second stays well within the limits.
 """
 
-from __future__ import annotations
+# No postponed annotations: msgspec would compile each of them, at every start.
 
 import msgspec
 
