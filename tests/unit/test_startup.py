@@ -12,6 +12,7 @@ from gpuboard.__main__ import _names_other_nodes
 
 FORBIDDEN = {"textual", "torch", "asyncio", "asyncssh", "paramiko", "click", "ClusterShell", "platformdirs", "pynvml"}
 FORBIDDEN |= {"rich", "sqlite3", "logging", "subprocess", "concurrent", "multiprocessing", "email", "urllib.request"}
+FORBIDDEN |= {"random", "difflib", "shutil"}
 
 
 def imported(folder: Path, *args: str) -> set[str]:
