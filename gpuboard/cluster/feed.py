@@ -282,7 +282,7 @@ class NodeFeed:
             self._last_busy |= dict.fromkeys(self._busy, now)
             if len(self._last_busy) > _LAST_BUSY:
                 self._last_busy = {gpu.uuid: self._last_busy.get(gpu.uuid, now) for gpu in reading.gpus}
-            if reading.claims_error is None:
+            if reading.claims_error is None and (reading.claims or self._held):
                 held = frozenset((claim.uuid, claim.lease) for claim in reading.claims if claim.state == "live")
                 self._last_busy |= dict.fromkeys((uuid for uuid, _ in held - self._held), now)
                 self._held = held

@@ -3,10 +3,12 @@
 # No postponed annotations: msgspec would compile each of them, at every start.
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 from msgspec.structs import replace
 
+from gpuboard.model.decoding import from_json
 from gpuboard.model.gpu import Count, GpuReading, GpuStatic, Load, Number, Sensors
 from gpuboard.model.late import Late, base_of
 
@@ -86,15 +88,23 @@ class Reading(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="reading
 
 
 class GpuNumbers(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What changes of a GPU at nearly every reading; as in ``GpuReading``."""
+    """What changes of a GPU at nearly every reading, with ``GpuDetails``; as in ``GpuReading``."""
 
     memory_used: Count | None = None
     utilization: Count | None = None
     temperature: Count | None = None
     power: Number | None = None
     pcie_generation: Count | None = None
+
+
+class GpuDetails(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What also changes, and matters only where the GPU is shown."""
+
     sensors: Sensors | None = None
     loads: list[Load] = []
+
+
+_NO_DETAILS = GpuDetails()
 
 
 class ReadingDelta(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="delta"):
@@ -104,6 +114,7 @@ class ReadingDelta(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="de
     of: Count  # the ``seq`` of the last whole reading
     at: Number
     gpus: list[GpuNumbers] = []  # in the order of that reading
+    details: msgspec.Raw = msgspec.Raw(b"[]")  # GpuDetails of each: most are never looked at, so decoded late
     claims: list[Claim] = []
     cpu_percent: Number | None = None
     memory_used: Count | None = None
@@ -119,7 +130,7 @@ def applied(delta: ReadingDelta, old: Reading) -> Reading:
         old,
         seq=delta.seq,
         at=delta.at,
-        gpus=_MovedGpus(base_of(old.gpus), delta.gpus),
+        gpus=_MovedGpus(base_of(old.gpus), delta),
         claims=delta.claims,
         cpu_percent=delta.cpu_percent,
         memory_used=delta.memory_used,
@@ -135,9 +146,19 @@ class _MovedGpus(Late[GpuReading]):
 
     __slots__ = ("numbers",)
 
-    def __init__(self, gpus: Sequence[GpuReading], numbers: list[GpuNumbers]) -> None:
-        self.numbers = numbers
-        super().__init__(gpus, lambda: [_moved(*pair) for pair in zip(gpus, numbers, strict=True)])
+    def __init__(self, gpus: Sequence[GpuReading], delta: ReadingDelta) -> None:
+        self.numbers = numbers = delta.gpus
+        details = delta.details
+        super().__init__(gpus, lambda: list(map(_moved, gpus, numbers, _decoded(details, len(gpus)))))
+
+
+def _decoded(details: msgspec.Raw, count: int) -> list[GpuDetails]:
+    """Return the details of ``count`` GPUs; none where they are malformed, as the node's agent is not trusted."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = from_json(details, list[GpuDetails])
+        if len(found) == count:
+            return found
+    return [_NO_DETAILS] * count
 
 
 def numbers_of(reading: Reading) -> Sequence[GpuReading | GpuNumbers]:
@@ -146,7 +167,7 @@ def numbers_of(reading: Reading) -> Sequence[GpuReading | GpuNumbers]:
     return gpus.numbers if isinstance(gpus, _MovedGpus) else gpus
 
 
-def _moved(gpu: GpuReading, numbers: GpuReading | GpuNumbers) -> GpuReading:
+def _moved(gpu: GpuReading, numbers: GpuReading | GpuNumbers, details: GpuReading | GpuDetails) -> GpuReading:
     """Return a GPU's reading with other numbers."""
     return replace(
         gpu,
@@ -155,8 +176,8 @@ def _moved(gpu: GpuReading, numbers: GpuReading | GpuNumbers) -> GpuReading:
         temperature=numbers.temperature,
         power=numbers.power,
         pcie_generation=numbers.pcie_generation,
-        sensors=numbers.sensors,
-        loads=numbers.loads,
+        sensors=details.sensors,
+        loads=details.loads,
     )
 
 
@@ -172,7 +193,7 @@ def shared(new: Reading, old: Reading | None) -> tuple[Reading, bool]:
         return new, False
     gpus, steady = [], True
     for gpu, before in zip(new.gpus, base_of(old.gpus), strict=True):
-        moved = _moved(before, gpu)
+        moved = _moved(before, gpu, gpu)
         if moved == gpu:
             gpus.append(moved)
         else:

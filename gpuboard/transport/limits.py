@@ -40,19 +40,14 @@ class _GpuOutline(msgspec.Struct, gc=False):
     mig: list[msgspec.Raw] | None = None
 
 
-class _NumbersOutline(msgspec.Struct, gc=False, array_like=True):
-    memory_used: msgspec.Raw = msgspec.Raw()
-    utilization: msgspec.Raw = msgspec.Raw()
-    temperature: msgspec.Raw = msgspec.Raw()
-    power: msgspec.Raw = msgspec.Raw()
-    pcie_generation: msgspec.Raw = msgspec.Raw()
+class _DetailsOutline(msgspec.Struct, gc=False, array_like=True):
     sensors: msgspec.Raw = msgspec.Raw()
     loads: list[msgspec.Raw] = []
 
 
 _outline = json_decoder(_Outline)
 _gpu_outline = json_decoder(_GpuOutline)
-_numbers_outline = json_decoder(_NumbersOutline)
+_details_outline = json_decoder(list[_DetailsOutline])
 
 
 class Exceeded(TransportError):
@@ -86,8 +81,7 @@ def check_line(line: memoryview) -> None:
         _at_most(GPUS, len(found.gpus), "GPUs")
         _at_most(CLAIMS, len(found.claims), "claims")
         for raw in found.gpus:
-            if memoryview(raw)[0] == _LIST:  # of a delta
-                _at_most(PROCESSES, len(_numbers_outline.decode(raw).loads), "processes")
+            if memoryview(raw)[0] == _LIST:
                 continue
             gpu = _gpu_outline.decode(raw)
             _at_most(PROCESSES, max(len(gpu.processes or ()), len(gpu.loads)), "processes")
@@ -95,12 +89,15 @@ def check_line(line: memoryview) -> None:
 
 
 def check_message(message: object, size: int) -> None:
-    """Raise Exceeded for a message with longer lists than any node has; ``size``: bytes of its line."""
+    """Raise Exceeded for a message with longer lists than any node has; ``size``: bytes of its line.
+
+    Raises msgspec.DecodeError for a delta whose details are long and malformed.
+    """
     if type(message) is ReadingDelta:
         _at_most(GPUS, len(message.gpus), "GPUs")
         _at_most(CLAIMS, len(message.claims), "claims")
-        if size > PROCESSES:  # each load takes a byte and more: the usual line is not searched
-            _at_most(PROCESSES, sum(len(gpu.loads) for gpu in message.gpus), "processes")
+        if size > PROCESSES:  # each load takes a byte and more: the usual line is not read here
+            _at_most(PROCESSES, sum(len(gpu.loads) for gpu in _details_outline.decode(message.details)), "processes")
     elif type(message) is Reading:
         _at_most(GPUS, len(message.gpus), "GPUs")
         _at_most(CLAIMS, len(message.claims), "claims")

@@ -1,7 +1,8 @@
 """AgentLink: the client's end of the protocol (docs/agent-protocol.md). Nonce, frames, replies; no I/O of its own.
 
 Messages are checked against gpuboard.model.reading and passed on unchanged: text in them is untrusted until
-gpuboard.cluster.snapshot.views has cleaned it. Answers to calls are typed and cleaned (gpuboard.model.replies).
+gpuboard.cluster.snapshot.views has cleaned it. The details of a delta are checked when they are decoded. Answers to
+calls are typed and cleaned (gpuboard.model.replies).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 
 from gpuboard.model import replies
 from gpuboard.model.decoding import json_decoder
-from gpuboard.model.reading import Event, Hello, Message, Pushed, Reply
+from gpuboard.model.reading import Event, Hello, Message, Pushed, ReadingDelta, Reply
 from gpuboard.model.text import clean
 from gpuboard.transport import limits
 from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportError
@@ -30,6 +31,7 @@ T = TypeVar("T")
 Listener = Callable[[Pushed], None]
 
 _decoder = json_decoder(Message)
+_delta_decoder = json_decoder(ReadingDelta)  # nearly all; a third quicker than to choose by the tag
 _encoder = msgspec.json.Encoder()
 
 
@@ -289,10 +291,13 @@ class AgentLink(Link):
             self._malformed(f"a line of {len(line)} bytes")
             return
         body = memoryview(line)[len(self._prefix) :]
+        decoder: Any = _delta_decoder if line.startswith(self._delta) else _decoder
         try:
             if self._budget is not None:
                 limits.check_line(body)
-            message = _decoder.decode(body)
+            message = decoder.decode(body)
+            if self._budget is not None:
+                limits.check_message(message, len(line))
         except msgspec.DecodeError as error:
             self._malformed(clean(str(error), 200))
             return
@@ -308,8 +313,6 @@ class AgentLink(Link):
             self._reply(message)
             return
         self._spend(limits.DECODED)
-        if self._budget is not None:
-            limits.check_message(message, len(line))
         if kind is Hello:
             self.hello = message
         elif kind is Event and message.kind == "stderr":

@@ -7,7 +7,7 @@ import pytest
 
 from gpuboard.cluster.feed import backoff_s
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, Process
-from gpuboard.model.reading import Claim, Event, GpuNumbers, Hello, Reading, Static
+from gpuboard.model.reading import Claim, Event, GpuDetails, GpuNumbers, Hello, Reading, ReadingDelta, Static
 from gpuboard.transport import limits
 from gpuboard.transport.limits import Budget, Exceeded, check_line, check_message
 
@@ -55,7 +55,19 @@ def reading(*gpus: GpuReading, claims: int = 0) -> Reading:
 
 
 def test_the_numbers_that_are_counted_are_those_that_are_sent() -> None:
-    assert limits._NumbersOutline.__struct_fields__ == GpuNumbers.__struct_fields__
+    assert limits._DetailsOutline.__struct_fields__ == GpuDetails.__struct_fields__
+
+
+def test_details_of_a_delta_are_counted_before_they_are_decoded() -> None:
+    def sent(*loads: int) -> tuple[ReadingDelta, int]:
+        details = msgspec.json.encode([[None, [[1, 2.0, 3]] * count] for count in loads])
+        return ReadingDelta(8, 7, 1.0, [GpuNumbers()] * len(loads), msgspec.Raw(details)), len(details)
+
+    check_message(*sent(8191, 1))
+    with pytest.raises(Exceeded, match="8193 processes"):
+        check_message(*sent(8192, 1))
+    with pytest.raises(msgspec.DecodeError):
+        check_message(ReadingDelta(8, 7, 1.0, details=msgspec.Raw(b'["%s"]' % (b"x" * 8192))), 8196)
 
 
 PROCESSES = [Process(1, "compute")] * 8192
@@ -100,8 +112,8 @@ def test_a_long_line_is_counted_before_it_is_decoded() -> None:
     line = msgspec.json.encode({"t": "reading", "gpus": [{"uuid": "GPU-0", "loads": [[1, 2.0, 3]] * 30_000}]})
     with pytest.raises(Exceeded, match="30000 processes"):
         check_line(memoryview(line))
-    line = msgspec.json.encode({"t": "delta", "gpus": [[1, 2, 3, 4.0, 5, None, [[1, 2.0, 3]] * 30_000]]})
-    with pytest.raises(Exceeded, match="30000 processes"):
+    line = msgspec.json.encode({"t": "delta", "gpus": [[1, 2, 3, 4.0, 5]] * 20_000})
+    with pytest.raises(Exceeded, match="20000 GPUs"):
         check_line(memoryview(line))
     check_line(memoryview(msgspec.json.encode({"t": "reply", "id": 1, "value": "x" * MIB})))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuboard.agent.delta import CLAIMS_MOST, NUMBERS, Deltas
+from gpuboard.agent.delta import CLAIMS_MOST, DETAILS, NUMBERS, Deltas
 from gpuboard.model.decoding import json_decoder
-from gpuboard.model.gpu import GpuReading
-from gpuboard.model.reading import GpuNumbers, Message, Reading, ReadingDelta, applied
+from gpuboard.model.gpu import GpuReading, Sensors
+from gpuboard.model.reading import GpuDetails, GpuNumbers, Message, Reading, ReadingDelta, applied
 
 _decoder = json_decoder(Message)
 _count = st.none() | st.integers(0, 2**40)
@@ -61,18 +62,36 @@ def test_numbers_alone_are_a_delta_to_the_last_whole_reading() -> None:
         "t": "reading",
         "seq": 7,
         "at": 1.0,
-        "gpus": [{"uuid": "GPU-0", "power": 70.0}],
+        "gpus": [{"uuid": "GPU-0", "power": 70.0}, {"uuid": "GPU-1", "sensors": {"fan": 20}}],
         "claims": [],
     }
     assert deltas.shortened(reading) is reading
     for seq in (8, 9):
-        moved = dict(reading, seq=seq, gpus=[{"uuid": "GPU-0", "power": 71.5}], cpu_percent=3.0)
+        loaded = {"uuid": "GPU-1", "sensors": None, "loads": [[5]]}
+        moved = dict(reading, seq=seq, gpus=[{"uuid": "GPU-0", "power": 71.5}, loaded], cpu_percent=3.0)
         found: dict[str, Any] = {"t": "delta", "seq": seq, "of": 7, "at": 1.0, "claims": [], "cpu_percent": 3.0}
-        assert deltas.shortened(moved) == {**found, "gpus": [[None, None, None, 71.5]]}
+        assert deltas.shortened(moved) == {
+            **found,
+            "gpus": [[None, None, None, 71.5], []],
+            "details": [[], [None, [[5]]]],
+        }
     renamed = dict(reading, seq=10, gpus=[{"uuid": "GPU-1", "power": 71.5}])
     assert deltas.shortened(renamed) is renamed
 
 
+@pytest.mark.parametrize(
+    "details",
+    [b'[[{"fan":"fast"}]]', b"[[],[]]", b"7", b'[[null,[["x"]]]]', b'[["\xff"]]', b'{"a":' * 99 + b"1" + b"}" * 99],
+)
+def test_malformed_details_of_a_delta_are_none(details: bytes) -> None:
+    old = Reading(7, 1.0, 1.0, [GpuReading("GPU-0", power=70.0, sensors=Sensors(fan=20))])
+    sent = _decoder.decode(b'{"t":"delta","seq":8,"of":7,"at":2.0,"gpus":[[1,2,3,71.5]],"details":%s}' % details)
+    assert isinstance(sent, ReadingDelta)
+    expected = GpuReading("GPU-0", memory_used=1, utilization=2, temperature=3, power=71.5)
+    assert list(applied(sent, old).gpus) == [expected]
+
+
 def test_the_agent_sends_the_numbers_in_the_order_of_their_type() -> None:
     assert GpuNumbers.__struct_fields__ == NUMBERS
-    assert set(NUMBERS) < set(GpuReading.__struct_fields__)
+    assert GpuDetails.__struct_fields__ == DETAILS
+    assert {*NUMBERS, *DETAILS} < set(GpuReading.__struct_fields__)

@@ -14,7 +14,7 @@ from gpuboard.board.history.records import sample
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, View, inert_static, node_claims
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, Process, Sensors, Xid
-from gpuboard.model.reading import Claim, GpuNumbers, Hello, Reading, ReadingDelta, Static, applied, shared
+from gpuboard.model.reading import Claim, GpuDetails, GpuNumbers, Hello, Reading, ReadingDelta, Static, applied, shared
 from gpuboard.model.snapshot import GpuView, SchedulerView, Snapshot, judged
 from gpuboard.model.state import Job, Ruling, Thresholds
 
@@ -191,7 +191,8 @@ def delta(new: Reading) -> ReadingDelta:
         return {name: getattr(source, name) for name in kind.__struct_fields__ if hasattr(source, name)}
 
     numbers = [GpuNumbers(**values(GpuNumbers, gpu)) for gpu in new.gpus]
-    return ReadingDelta(**values(ReadingDelta, new) | {"of": 1, "gpus": numbers})
+    details = msgspec.json.encode([GpuDetails(**values(GpuDetails, gpu)) for gpu in new.gpus])
+    return ReadingDelta(**values(ReadingDelta, new) | {"of": 1, "gpus": numbers, "details": msgspec.Raw(details)})
 
 
 def rogue(gpu: GpuView) -> list[str | None]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from gpuboard.board.history.records import is_current
 from gpuboard.model.gpu import Sensors
-from gpuboard.model.snapshot import NodeView, newest_values
+from gpuboard.model.snapshot import NodeView, judged
 
 _GPUS_MOST = 64
 _KEPT = ("sm_activity", "tensor_activity", "pcie_sent", "pcie_received", "nvlink_sent", "nvlink_received")
@@ -49,17 +49,20 @@ class ActivityHistory:
             if not few and not self._kept:
                 return
             for node in nodes:
-                for gpu, new in newest_values(node):
+                for place, gpu in enumerate(judged(node)):
                     past = self._kept.get(gpu.uuid)
+                    if past is None and not few:
+                        continue
+                    sensors = node.gpus[place].sensors
                     if past is None:
-                        if not few or new.sensors is None or len(self._kept) >= _GPUS_MOST:
+                        if sensors is None or len(self._kept) >= _GPUS_MOST:
                             continue
                         past = self._kept[gpu.uuid] = deque()
                     while past and past[-1][0] >= now:
                         past.pop()
                     while past and past[0][0] <= now - self._span_s:
                         past.popleft()
-                    read = new.sensors if is_current(node, gpu) else None
+                    read = sensors if is_current(node, gpu) else None
                     past.append((now, None if read is None else _packed(read)))
 
 

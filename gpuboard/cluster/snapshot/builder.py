@@ -208,7 +208,7 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
     moved = not followed and _moved_alone(reading, previous, memo.facts.reading)
     steady = facts is memo.facts or (facts.steady and previous is memo.facts.reading) or moved
     if steady and same_leases and reading is not None and _stays(memo, facts, on_gpus, followed, view):
-        return _with_later_numbers(memo, numbers_of(reading), on_gpus, reading.at, view)
+        return _with_later_numbers(memo, numbers_of(reading), on_gpus, reading, view)
     before: Sequence[GpuReading | GpuNumbers | None] = []
     if not followed:
         alike = previous if moved and memo.aligned else None
@@ -241,7 +241,7 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
     if reading is None or len(again) == len(now):
         return memo.judged
     numbers = [again.get(place) or gpu or memo.judged[place] for place, gpu in enumerate(now)]
-    return _with_later_numbers(memo, numbers, on_gpus, reading.at, view)
+    return _with_later_numbers(memo, numbers, on_gpus, reading, view)
 
 
 def _moved_alone(one: Reading | None, another: Reading | None, third: Reading | None) -> bool:
@@ -275,19 +275,21 @@ def _stays(
 
 
 def _with_later_numbers(
-    memo: _NodeMemo, numbers: Sequence[GpuValues], on_gpus: Mapping[str, Sequence[Claim]], at: float, view: View
+    memo: _NodeMemo, numbers: Sequence[GpuValues], on_gpus: Mapping[str, Sequence[Claim]], reading: Reading, view: View
 ) -> Sequence[GpuView]:
     """Return the views of a memo with other numbers, which callers of the Python interface get at once.
 
-    ``numbers``: a view's own where it was judged now.
+    ``numbers``: a view's own where it was judged now, and GpuNumbers only where ``reading`` has the same GPUs in order.
     """
     judged = memo.judged
 
     def make() -> list[GpuView]:
-        return [
-            one if isinstance(new, GpuView) else _with_numbers(one, new, on_gpus.get(one.uuid, _NO_CLAIMS), at)
-            for one, new in zip(judged, numbers, strict=True)
-        ]
+        found = []
+        for place, (one, new) in enumerate(zip(judged, numbers, strict=True)):
+            gpu = reading.gpus[place] if isinstance(new, GpuNumbers) else new
+            held = on_gpus.get(one.uuid, _NO_CLAIMS)
+            found.append(gpu if isinstance(gpu, GpuView) else _with_numbers(one, gpu, held, reading.at))
+        return found
 
     return make() if view.one_shot else MovedGpus(judged, numbers, make)
 
@@ -378,7 +380,7 @@ def _same_claims(some: Sequence[Claim], others: Sequence[Claim]) -> bool:
     )
 
 
-def _with_numbers(view: GpuView, gpu: GpuReading | GpuNumbers, held: Sequence[Claim], at: float) -> GpuView:
+def _with_numbers(view: GpuView, gpu: GpuReading, held: Sequence[Claim], at: float) -> GpuView:
     """Return a view with the newest numbers; ``at``: the node's clock."""
     processes = view.processes
     if processes:

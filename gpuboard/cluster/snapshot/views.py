@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, NodeState, Process, Xid
-from gpuboard.model.reading import Claim, GpuNumbers, Hello, Reading, Static
+from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.snapshot import (
     GpuView,
     JobView,
@@ -418,7 +418,7 @@ def _named(reading: GpuReading | None, users: Mapping[str, str]) -> GpuReading |
     return msgspec.structs.replace(reading, processes=named)
 
 
-def loads_of(reading: GpuReading | GpuNumbers, count: int) -> Sequence[Load]:
+def loads_of(reading: GpuReading, count: int) -> Sequence[Load]:
     """Return the load of each of the ``count`` processes of a GPU; nothing is known of those that it lists none for."""
     loads = reading.loads
     return loads if len(loads) == count else [*loads, *[_NO_LOAD] * count][:count]
