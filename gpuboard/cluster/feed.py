@@ -16,6 +16,7 @@ from gpuboard.cluster.snapshot.views import NodeFacts, inert_static
 from gpuboard.cluster.timing import TIMING, FleetTiming
 from gpuboard.errors import ConfigError
 from gpuboard.model.gpu import GpuStatic
+from gpuboard.model.late import base_of
 from gpuboard.model.reading import Hello, Pushed, Reading, ReadingDelta, Static, applied, shared
 from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory
 from gpuboard.shellprobe.connector import NodeConnector
@@ -264,10 +265,11 @@ class NodeFeed:
             self._waiting = False
             old = self.facts
             if isinstance(message, ReadingDelta):
-                reading, steady = self._applied(message), True
+                reading = self._applied(message)
             else:
-                reading, steady = shared(message, old.reading)
+                reading = shared(message, old.reading)
                 self._whole = (number, message.seq)
+            steady = old.reading is not None and base_of(reading.gpus) is base_of(old.reading.gpus)
             if not steady or self._rests_on_memory:
                 thresholds = self._thresholds
                 self._busy = [gpu.uuid for gpu in reading.gpus if gpu.processes is None or counted(gpu, thresholds)]
@@ -294,7 +296,6 @@ class NodeFeed:
                 known=old.known,
                 reading=reading,
                 previous=old.reading if followed else None,
-                steady=steady,
                 arrived=now,
                 last_busy=self._last_busy,
                 narrow=self._narrow,

@@ -2,8 +2,9 @@
 
 # No postponed annotations: msgspec would compile each of them, at every start.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -105,6 +106,7 @@ class GpuDetails(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 _NO_DETAILS = GpuDetails()
+T = TypeVar("T", GpuReading, GpuReading | None)
 
 
 class ReadingDelta(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="delta"):
@@ -126,11 +128,12 @@ class ReadingDelta(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="de
 
 def applied(delta: ReadingDelta, old: Reading) -> Reading:
     """Return the reading that a delta describes; ``old`` is of the same connection, and has as many GPUs."""
+    base, numbers, details = base_of(old.gpus), delta.gpus, delta.details
     return replace(
         old,
         seq=delta.seq,
         at=delta.at,
-        gpus=_MovedGpus(base_of(old.gpus), delta),
+        gpus=_MovedGpus(base, numbers, lambda: list(map(_moved, base, numbers, _decoded(details, len(base))))),
         claims=delta.claims,
         cpu_percent=delta.cpu_percent,
         memory_used=delta.memory_used,
@@ -142,14 +145,18 @@ def applied(delta: ReadingDelta, old: Reading) -> Reading:
 
 
 class _MovedGpus(Late[GpuReading]):
-    """The GPUs of the last whole reading with the numbers of a delta."""
+    """GPUs of earlier readings with the numbers of this one."""
 
     __slots__ = ("numbers",)
 
-    def __init__(self, gpus: Sequence[GpuReading], delta: ReadingDelta) -> None:
-        self.numbers = numbers = delta.gpus
-        details = delta.details
-        super().__init__(gpus, lambda: list(map(_moved, gpus, numbers, _decoded(details, len(gpus)))))
+    def __init__(
+        self,
+        base: Sequence[GpuReading],
+        numbers: Sequence[GpuReading | GpuNumbers],
+        make: Callable[[], list[GpuReading]],
+    ) -> None:
+        self.numbers = numbers
+        super().__init__(base, make)
 
 
 def _decoded(details: msgspec.Raw, count: int) -> list[GpuDetails]:
@@ -161,9 +168,8 @@ def _decoded(details: msgspec.Raw, count: int) -> list[GpuDetails]:
     return [_NO_DETAILS] * count
 
 
-def numbers_of(reading: Reading) -> Sequence[GpuReading | GpuNumbers]:
-    """Return the numbers of each GPU; the same as its parts of ``reading.gpus``, which need not be made for them."""
-    gpus = reading.gpus
+def numbers_of(gpus: Sequence[T]) -> Sequence[T | GpuReading | GpuNumbers]:
+    """Return the numbers of each GPU of a reading; the same as its parts, which need not be made for them."""
     return gpus.numbers if isinstance(gpus, _MovedGpus) else gpus
 
 
@@ -181,25 +187,22 @@ def _moved(gpu: GpuReading, numbers: GpuReading | GpuNumbers, details: GpuReadin
     )
 
 
-def shared(new: Reading, old: Reading | None) -> tuple[Reading, bool]:
+def shared(new: Reading, old: Reading | None) -> Reading:
     """Return a reading equal to ``new`` that shares with ``old`` the parts of GPUs in which only numbers have changed.
 
-    The flag: all GPUs are the same, in the same order, and differ only in numbers.
+    Where that is so of all GPUs, in the same order, ``base_of`` their lists is the same object.
 
     The readings of 1,000 nodes of 8 busy GPUs make 40 MB of objects a second, more than a processor's caches hold.
     Sharing what is unchanged saves cache misses: a snapshot takes 31 ms instead of 50.
     """
     if old is None or len(new.gpus) != len(old.gpus):
-        return new, False
-    gpus, steady = [], True
-    for gpu, before in zip(new.gpus, base_of(old.gpus), strict=True):
-        moved = _moved(before, gpu, gpu)
-        if moved == gpu:
-            gpus.append(moved)
-        else:
-            gpus.append(gpu)
-            steady = False
-    return replace(new, gpus=gpus), steady
+        return new
+    before = base_of(old.gpus)
+    moved = [_moved(one, gpu, gpu) for one, gpu in zip(before, new.gpus, strict=True)]
+    same = [one == gpu for one, gpu in zip(moved, new.gpus, strict=True)]
+    gpus = [one if alike else gpu for one, gpu, alike in zip(moved, new.gpus, same, strict=True)]
+    base = [one if alike else gpu for one, gpu, alike in zip(before, new.gpus, same, strict=True)]
+    return replace(new, gpus=_MovedGpus(before if all(same) else base, gpus, lambda: gpus))
 
 
 class CallError(msgspec.Struct, frozen=True, gc=False):

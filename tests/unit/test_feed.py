@@ -15,6 +15,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.cluster.timing import TIMING
 from gpuboard.errors import ConfigError
 from gpuboard.model.gpu import GpuReading, GpuStatic
+from gpuboard.model.late import base_of
 from gpuboard.model.reading import Claim, GpuNumbers, Hello, Pushed, Reading, ReadingDelta, Static
 from gpuboard.model.state import Thresholds
 from gpuboard.transport.base import TransportError
@@ -132,7 +133,7 @@ def test_a_delta_counts_on_the_link_that_has_sent_the_reading(connector: FakeCon
     facts = it.facts
     assert facts.reading == Reading(9, 2.0, 1.0, [GpuReading("GPU-a", power=72.0)])
     assert facts.previous == Reading(8, 1.0, 1.0, [GpuReading("GPU-a", power=71.0)])
-    assert facts.steady
+    assert base_of(facts.reading.gpus) is base_of(facts.previous.gpus)
     for delta in (ReadingDelta(10, 9, 3.0, [GpuNumbers()]), ReadingDelta(10, 7, 3.0)):
         with pytest.raises(Exceeded, match="sent changes to reading"):
             first.sends(delta)

@@ -14,6 +14,7 @@ from gpuboard.board.history.records import sample
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, View, inert_static, node_claims
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, Process, Sensors, Xid
+from gpuboard.model.late import base_of
 from gpuboard.model.reading import Claim, GpuDetails, GpuNumbers, Hello, Reading, ReadingDelta, Static, applied, shared
 from gpuboard.model.snapshot import GpuView, SchedulerView, Snapshot, judged
 from gpuboard.model.state import Job, Ruling, Thresholds
@@ -123,7 +124,7 @@ class History:
         elif what == "node" and node.reading is not None:
             changes = {"claims_error": "NFS", "nvml_error": "driver reload", "interval_s": 2.0, "gpus": []}
             key = self.draw(st.sampled_from(sorted(changes)))
-            self.nodes[0] = replace(node, reading=replace(node.reading, **{key: changes[key]}), steady=False)
+            self.nodes[0] = replace(node, reading=replace(node.reading, **{key: changes[key]}))
         elif what == "frame":
             self.nodes[0] = self.draw(
                 st.sampled_from(
@@ -174,13 +175,13 @@ class History:
         reading = Reading(seq=seq, at=100.0 + seq, interval_s=1.0, gpus=gpus, claims=claims, load1=seq / 7)
         reading = replace(reading, net_received=seq * 1e6, net_sent=seq / 3)
         if old and old.gpus and not event and self.draw(st.booleans()):
-            new, steady = applied(delta(reading), old), True
+            new = applied(delta(reading), old)
         else:  # as it comes: decoded, nothing in it shared with the one before
             decoded = msgspec.json.decode(msgspec.json.encode(reading), type=Reading)
-            new, steady = shared(decoded, old)
+            new = shared(decoded, old)
             assert new == decoded
         self.nodes[0] = replace(
-            node, reading=new, previous=old, steady=steady, arrived=self.view.now - 0.1, last_busy=self.busy, error=None
+            node, reading=new, previous=old, arrived=self.view.now - 0.1, last_busy=self.busy, error=None
         )
 
 
@@ -353,7 +354,7 @@ def test_an_answer_of_the_scheduler_that_says_the_same_changes_no_view() -> None
     for second, job in enumerate("777778"):
         whole = Reading(seq=second, at=second, interval_s=1.0, gpus=[idle("GPU-a")])
         reading = whole if reading is None else applied(delta(whole), reading)
-        node = replace(node, reading=reading, previous=node.reading, steady=second > 0, arrived=float(second))
+        node = replace(node, reading=reading, previous=node.reading, arrived=float(second))
         ruling = Ruling((Job(job, "al", "gpu", 1e9),))
         said = Scheduled(gpus={"GPU-a": ruling}, asked=float(second), jobs=frozenset({int(job)}))
         later = replace(view, now=second + 0.1, scheduled={"gpu01": said})
@@ -393,7 +394,7 @@ def test_memory_that_becomes_unreadable_makes_a_busy_gpu_unknown() -> None:
     for second, memory in enumerate((GIB, GIB, GIB, None, GIB)):
         whole = Reading(seq=second, at=second, interval_s=1.0, gpus=[replace(first, memory_used=memory)])
         reading = whole if reading is None else applied(delta(whole), reading)
-        node = replace(node, reading=reading, previous=node.reading, steady=second > 0, arrived=float(second))
+        node = replace(node, reading=reading, previous=node.reading, arrived=float(second))
         states.append(builder.snapshot([node], replace(view, now=second + 0.1)).nodes[0].gpus[0].state)
     assert states == ["busy", "busy", "busy", "unknown", "busy"]
 
@@ -410,7 +411,7 @@ def test_the_reading_before_counts_where_nobody_looked_at_it(missed: dict[str, A
         gpus = [replace(idle("GPU-a"), temperature=second, **changed), replace(idle("GPU-b"), temperature=second)]
         whole = Reading(seq=second, at=second, interval_s=1.0, gpus=gpus)
         reading = whole if reading is None else applied(delta(whole), reading)
-        node = replace(node, reading=reading, previous=node.reading, steady=second > 0, arrived=float(second))
+        node = replace(node, reading=reading, previous=node.reading, arrived=float(second))
         if second in {2, 4, 6}:
             seen = replace(view, now=second + 0.1)
             found.append(builder.snapshot([node], seen))
@@ -432,7 +433,7 @@ def test_claims_of_one_lease_that_move_are_noticed() -> None:
         gpus = [replace(idle(gpu.uuid), temperature=second) for gpu in STATICS[:2]]
         whole = Reading(seq=second, at=second, interval_s=1.0, gpus=gpus, claims=left)
         reading = whole if reading is None else applied(delta(whole), reading)
-        node = replace(node, reading=reading, previous=node.reading, steady=second > 0, arrived=float(second))
+        node = replace(node, reading=reading, previous=node.reading, arrived=float(second))
         seen = replace(view, now=second + 0.1)
         shot = builder.snapshot([node], seen)
         assert shot == SnapshotBuilder().snapshot([node], seen)
@@ -444,12 +445,16 @@ def test_what_a_reading_shares_with_the_one_before() -> None:
     old = Reading(seq=1, at=1.0, interval_s=1.0, gpus=[replace(idle("GPU-a"), processes=PROCESSES[:1]), idle("GPU-b")])
     moved = [replace(old.gpus[0], processes=list(PROCESSES[:1]), power=99.0), replace(idle("GPU-b"), lost=True)]
     new = replace(old, seq=2, gpus=moved)
-    found, steady = shared(new, old)
-    assert (found, steady) == (new, False)
+    found = shared(new, old)
+    assert found == new
+    assert base_of(found.gpus)[0] is old.gpus[0]
     assert found.gpus[0].processes is old.gpus[0].processes
     assert found.gpus[1] is moved[1]
-    assert shared(new, None) == (new, False)
+    assert shared(new, None) is new
     fewer = replace(new, gpus=moved[:1])
-    assert shared(fewer, old) == (fewer, False)
-    assert shared(replace(old, seq=2, gpus=[moved[0], idle("GPU-b")]), old)[1]
-    assert not shared(replace(old, seq=2, gpus=[idle("GPU-b"), moved[0]]), old)[1]
+    assert shared(fewer, old) is fewer
+    assert base_of(shared(replace(old, seq=2, gpus=[moved[0], idle("GPU-b")]), old).gpus) is old.gpus
+    assert base_of(shared(replace(old, seq=2, gpus=[idle("GPU-b"), moved[0]]), old).gpus) is not old.gpus
+    later = shared(replace(new, seq=3, gpus=[replace(gpu, power=7.0) for gpu in moved]), found)
+    assert base_of(later.gpus) is base_of(found.gpus)
+    assert [gpu.power for gpu in later.gpus] == [7.0, 7.0]

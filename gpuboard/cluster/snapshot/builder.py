@@ -3,9 +3,9 @@
 From one second to the next nearly every GPU changes in numbers only: utilization, temperature, power, run times of
 its processes. The memo keeps what each view was made from, without its numbers: judging a GPU and making its view
 takes 9 µs. While that is the same, the new numbers are put into the view when somebody looks at it (``MovedGpus``),
-which a board does for the nodes that it shows. ``NodeFacts.steady`` (the feed has found that only numbers have
-changed) saves even the comparison. The first snapshot of a builder judges everything; over random histories the tests
-compare each later one with the first one of a new builder.
+which a board does for the nodes that it shows. Even the comparison is saved where readings have the same ``base_of``
+their GPUs, which the feed keeps while only numbers change. The first snapshot of a builder judges everything; over
+random histories the tests compare each later one with the first one of a new builder.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class _GpuMemo(msgspec.Struct, gc=False):
     claims: list[Claim]
     allocated: bool  # to a job
     unused: bool  # long enough that a held GPU is called idle
+    base: GpuReading | None = None  # one that was compared with ``stable``: mostly the same in the next reading
 
 
 class _NodeMemo:
@@ -66,7 +67,7 @@ class _NodeMemo:
         self.uuids = [gpu.uuid for gpu in self.order]
         self.gpus: list[_GpuMemo | None] = [None] * len(self.order)
         self.judged: list[GpuView] = []  # the GPUs of the last view, with numbers of any reading
-        self.aligned = False  # the newest reading has exactly these GPUs, in this order
+        self.base: Sequence[GpuReading] | None = None  # of the newest reading's GPUs, if it has these, in this order
         self.stable: Reading | None = None
         self.view: NodeView | None = None  # None: not made yet
         self.held: Mapping[str, Sequence[Claim]] = {}  # the claims in the view of a node that is not read
@@ -205,34 +206,27 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
     reading, previous, limits, on_gpus = facts.reading, facts.previous, view.thresholds, held.on(facts.name)
     # What the GPUs of ``memo`` were compared with last time is not compared again.
     followed = previous is memo.facts.reading or facts is memo.facts or view.one_shot
-    moved = not followed and _moved_alone(reading, previous, memo.facts.reading)
-    steady = facts is memo.facts or (facts.steady and previous is memo.facts.reading) or moved
-    if steady and same_leases and reading is not None and _stays(memo, facts, on_gpus, followed, view):
-        return _with_later_numbers(memo, numbers_of(reading), on_gpus, reading, view)
-    before: Sequence[GpuReading | GpuNumbers | None] = []
-    if not followed:
-        alike = previous if moved and memo.aligned else None
-        before = numbers_of(alike) if alike is not None else _aligned(previous, memo.uuids)
-    now: Sequence[GpuReading | GpuNumbers | None]
-    if steady and memo.aligned and reading is not None:
-        now = numbers_of(reading)
-    else:
-        now = whole = _aligned(reading, memo.uuids)
-        memo.aligned = reading is not None and whole is reading.gpus
+    compared = (reading,) if followed else (reading, previous)
+    if reading is not None and same_leases and _stays(memo, compared, facts, on_gpus, view):
+        return _with_later_numbers(memo, numbers_of(reading.gpus), on_gpus, reading, view)
+    now, before = _aligned(reading, memo.uuids), _aligned(None if followed else previous, memo.uuids)
+    memo.base = base_of(reading.gpus) if reading is not None and now is reading.gpus else None
     again: dict[int, GpuView] = {}  # judged now, by their places
-    for place, (uuid, last, gpu) in enumerate(zip(memo.uuids, memo.gpus, now, strict=True)):
+    newest = zip(base_of(now), numbers_of(now), strict=True)
+    earlier = zip(base_of(before), numbers_of(before), strict=True)
+    for place, (uuid, last, one, another) in enumerate(zip(memo.uuids, memo.gpus, newest, earlier, strict=True)):
         claims = on_gpus.get(uuid, _NO_CLAIMS)
         if (
             last is not None
-            and _decides_the_same(gpu, last, limits, steady=steady)
-            and (followed or _decides_the_same(before[place], last, limits, steady=moved))
+            and _decides_the_same(*one, last, limits)
+            and (followed or _decides_the_same(*another, last, limits))
             and (claims is last.claims or _same_claims(claims, last.claims))
             and ((not claims and not last.allocated) or unused(idle_for_s(uuid, facts, view), limits) == last.unused)
             and (same_leases or not last.of_lease)
         ):
-            last.claims = claims
+            last.claims, last.base = claims, one[0]
         else:
-            readings = (_aligned(reading, memo.uuids)[place], _aligned(previous, memo.uuids)[place])
+            readings = (now[place], _aligned(previous, memo.uuids)[place])
             made = again[place] = gpu_view(memo.order[place], readings, facts, held, view)
             memo.gpus[place] = _gpu_memo(readings, facts, claims, made, view)
     if again:
@@ -240,38 +234,35 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
         memo.note()
     if reading is None or len(again) == len(now):
         return memo.judged
-    numbers = [again.get(place) or gpu or memo.judged[place] for place, gpu in enumerate(now)]
+    numbers = [again.get(place) or gpu or memo.judged[place] for place, gpu in enumerate(numbers_of(now))]
     return _with_later_numbers(memo, numbers, on_gpus, reading, view)
 
 
-def _moved_alone(one: Reading | None, another: Reading | None, third: Reading | None) -> bool:
-    """Return whether readings are one whole reading and deltas of it, which differ in numbers alone."""
-    if one is None or another is None or third is None:
-        return False
-    base = base_of(one.gpus)
-    return base_of(another.gpus) is base and base_of(third.gpus) is base
-
-
 def _stays(
-    memo: _NodeMemo, facts: NodeFacts, on_gpus: Mapping[str, Sequence[Claim]], followed: bool, view: View
+    memo: _NodeMemo,
+    readings: Sequence[Reading | None],
+    facts: NodeFacts,
+    on_gpus: Mapping[str, Sequence[Claim]],
+    view: View,
 ) -> bool:
-    """Return whether no GPU is judged again where only numbers have changed: nearly always."""
+    """Return whether no GPU is judged again, as only numbers have changed: nearly always."""
+    if not memo.known or memo.base is None or len(memo.claimed) != len(on_gpus):
+        return False
     limits, busy = view.thresholds, facts.last_busy
-    claimed = [(on_gpus.get(memo.uuids[place], _NO_CLAIMS), last) for place, last in memo.claimed]
-    readings = (facts.reading,) if followed else (facts.reading, facts.previous)
-    new = [numbers_of(reading) for reading in readings if reading is not None]
-    return (
-        memo.known
-        and memo.aligned
-        and len(claimed) == len(on_gpus)
-        and all(_same_claims(claims, last.claims) for claims, last in claimed)
-        and all(one.memory_used is not None for numbers in new for one in numbers)
-        and all(_is_quiet(numbers[place], last, limits) for numbers in new for place, last in memo.by_numbers)
-        # as ``unused`` of ``idle_for_s``, without two calls for each of 8,000 GPUs that Slurm has allocated
-        and all(
-            (view.now - busy.get(uuid, view.now) >= limits.idle_after_s) == last.unused for uuid, last in memo.by_time
-        )
-    )
+    for reading in readings:
+        if reading is None or base_of(reading.gpus) is not memo.base:
+            return False
+        numbers = numbers_of(reading.gpus)
+        for one in numbers:  # loops: all() of a generator takes longer, for each of 8,000 GPUs
+            if one.memory_used is None:
+                return False
+        for place, last in memo.by_numbers:
+            if not _is_quiet(numbers[place], last, limits):
+                return False
+    for uuid, last in memo.by_time:  # as ``unused`` of ``idle_for_s``, without two calls for each GPU
+        if (view.now - busy.get(uuid, view.now) >= limits.idle_after_s) != last.unused:
+            return False
+    return all(_same_claims(on_gpus.get(memo.uuids[place], _NO_CLAIMS), last.claims) for place, last in memo.claimed)
 
 
 def _with_later_numbers(
@@ -351,13 +342,12 @@ def _gpu_without_numbers(gpu: GpuReading) -> GpuReading:
 
 
 def _decides_the_same(
-    gpu: GpuReading | GpuNumbers | None, last: _GpuMemo, limits: Thresholds, *, steady: bool = False
+    base: GpuReading | None, gpu: GpuReading | GpuNumbers | None, last: _GpuMemo, limits: Thresholds
 ) -> bool:
-    """Return whether a GPU would be judged as it was; ``steady``: it differs in numbers alone, as GpuNumbers do."""
-    if gpu is None:
+    """Return whether a GPU would be judged as it was; it differs from ``base`` in numbers alone."""
+    if base is None or gpu is None:
         return False
-    same = steady or isinstance(gpu, GpuNumbers) or _gpu_without_numbers(gpu) == last.stable
-    return same and _is_quiet(gpu, last, limits)
+    return (base is last.base or _gpu_without_numbers(base) == last.stable) and _is_quiet(gpu, last, limits)
 
 
 def _is_quiet(gpu: GpuReading | GpuNumbers, last: _GpuMemo, limits: Thresholds) -> bool:
@@ -433,4 +423,4 @@ def _gpu_memo(
         return None
     if view.one_shot:
         return memo
-    return memo if before is not None and _decides_the_same(before, memo, view.thresholds) else None
+    return memo if before is not None and _decides_the_same(before, before, memo, view.thresholds) else None

@@ -42,7 +42,6 @@ class NodeFacts(msgspec.Struct, frozen=True, gc=False):
     known: dict[str, GpuStatic] = {}  # by UUID: every GPU that this node has listed, unless replaced; text cleaned
     reading: Reading | None = None  # the newest
     previous: Reading | None = None  # the one before, if no reading is missing between them
-    steady: bool = False  # between these two only numbers of the GPUs have changed
     arrived: float = 0.0  # when the newest reading arrived
     last_busy: dict[str, float] = {}  # UUID -> when it was last in use, newly reserved, or first seen
     narrow: dict[str, str] = {}  # UUID -> how its PCIe link is too narrow in the newest reading
