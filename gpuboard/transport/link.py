@@ -229,7 +229,11 @@ class AgentLink(Link):
     def _received(self, data: bytes) -> None:
         self._spend(len(data) + limits.PIECE)
         buffer = self._buffer
-        if not buffer and data.endswith(b"\n"):  # the usual case: whole lines
+        if not buffer and data.startswith(self._prefix) and data.find(b"\n") == len(data) - 1:
+            if self._over is None:
+                self._line(data)  # the usual case, one line: without a copy
+            return
+        if not buffer and data.endswith(b"\n"):
             lines = data.split(b"\n")
             lines.pop()
         else:
