@@ -179,8 +179,9 @@ class Xid(msgspec.Struct, frozen=True, gc=False):
 class GpuReading(msgspec.Struct, frozen=True, gc=False):
     """The reading of one GPU. A field is None when NVML has no value; ``error`` is set when the whole GPU failed.
 
-    Fields that change at nearly every reading are also in ``reading.GpuNumbers`` and in the snapshot builder, so that
-    such a change costs no new decision about the GPU's state. All places: "A value of a GPU" in docs/architecture.md.
+    Fields that change at nearly every reading are also in ``GpuNumbers`` or ``GpuDetails`` of reading.py and in the
+    snapshot builder, so that such a change costs no new decision about the GPU's state. All places: "A value of a GPU"
+    in docs/architecture.md.
     """
 
     uuid: str

@@ -128,7 +128,8 @@ class ReadingDelta(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="de
 
 def applied(delta: ReadingDelta, old: Reading) -> Reading:
     """Return the reading that a delta describes; ``old`` is of the same connection, and has as many GPUs."""
-    base, numbers, details = base_of(old.gpus), delta.gpus, delta.details
+    base, numbers = base_of(old.gpus), delta.gpus
+    details = delta.details.copy()  # a Raw keeps the whole line
     return replace(
         old,
         seq=delta.seq,

@@ -31,6 +31,7 @@ _LARGE = 256 * 1024  # bytes of a line; the lists of longer ones are counted bef
 
 class _Outline(msgspec.Struct, gc=False):
     gpus: list[msgspec.Raw] = []
+    details: list[msgspec.Raw] = []
     claims: list[msgspec.Raw] = []
 
 
@@ -78,8 +79,11 @@ def check_line(line: memoryview) -> None:
     """Raise Exceeded or msgspec.DecodeError for a line that must not be decoded into objects."""
     if len(line) > _LARGE:
         found = _outline.decode(line)
-        _at_most(GPUS, len(found.gpus), "GPUs")
+        _at_most(GPUS, max(len(found.gpus), len(found.details)), "GPUs")
         _at_most(CLAIMS, len(found.claims), "claims")
+        lists = [*found.gpus, *found.details, *found.claims]
+        if lists and len(line) - sum(memoryview(raw).nbytes for raw in lists) > _LARGE:  # other keys are short
+            raise Exceeded(f"sent a line of {len(line)} bytes with repeated or unknown keys")
         for raw in found.gpus:
             if memoryview(raw)[0] == _LIST:
                 continue
@@ -91,13 +95,15 @@ def check_line(line: memoryview) -> None:
 def check_message(message: object, size: int) -> None:
     """Raise Exceeded for a message with longer lists than any node has; ``size``: bytes of its line.
 
-    Raises msgspec.DecodeError for a delta whose details are long and malformed.
+    Raises msgspec.DecodeError for a delta of a long line with malformed details.
     """
     if type(message) is ReadingDelta:
         _at_most(GPUS, len(message.gpus), "GPUs")
         _at_most(CLAIMS, len(message.claims), "claims")
         if size > PROCESSES:  # each load takes a byte and more: the usual line is not read here
-            _at_most(PROCESSES, sum(len(gpu.loads) for gpu in _details_outline.decode(message.details)), "processes")
+            details = _details_outline.decode(message.details)
+            _at_most(GPUS, len(details), "GPUs")
+            _at_most(PROCESSES, sum(len(gpu.loads) for gpu in details), "processes")
     elif type(message) is Reading:
         _at_most(GPUS, len(message.gpus), "GPUs")
         _at_most(CLAIMS, len(message.claims), "claims")

@@ -8,7 +8,7 @@ import queue
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,13 @@ from gpuboard.leases.claims import client as ledger
 from gpuboard.leases.rank_map import reachable_addresses
 from gpuboard.model import replies
 from gpuboard.model.lease import LeaseList
-from gpuboard.model.reading import Claim, Event, Reading, Static
+from gpuboard.model.reading import Claim, Event, GpuDetails, GpuNumbers, Reading, ReadingDelta, Static
 from gpuboard.model.replies import Malformed
 from gpuboard.model.state import Thresholds
 from gpuboard.shellprobe.connector import NodeConnector
 from gpuboard.transport.base import CallFailed, LinkLost
 from gpuboard.transport.connector import Connector
+from gpuboard.transport.limits import Exceeded
 from gpuboard.transport.link import AgentLink
 from tests.board.made import scene
 from tests.unit.test_plan import planned
@@ -62,6 +63,7 @@ REPLIES: list[type[msgspec.Struct]] = [
     each for each in vars(replies).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)
 ]
 EVENTS = dict(events._TYPES)
+TAGS = {Static: b"static", Reading: b"reading", ReadingDelta: b"delta"}
 UUIDS = ("GPU-a", "GPU-b", "MIG-c")
 HUGE = "1e400"  # in JSON a number; written behind a marker, for Python has no such float
 
@@ -80,7 +82,9 @@ junk = st.recursive(
 def shaped(kind: types.Type, junk_too: bool = True) -> st.SearchStrategy[Any]:
     """Return JSON of a type: values of it at and beyond its bounds, now and then something else."""
     found: st.SearchStrategy[Any]
-    if isinstance(kind, types.StructType):
+    if isinstance(kind, types.StructType) and kind.array_like:
+        found = st.tuples(*(named(field.encode_name, field.type) for field in kind.fields)).map(list)
+    elif isinstance(kind, types.StructType):
         required = {field.encode_name: field for field in kind.fields if field.required}
         optional = {field.encode_name: field for field in kind.fields if not field.required}
         found = st.fixed_dictionaries(
@@ -248,11 +252,17 @@ def test_a_picture_can_be_made_of_whatever_is_well_formed(data: st.DataObject) -
     there.heard.clear()
     feed.link = there.link
     builder = SnapshotBuilder()
-    for message in data.draw(st.lists(st.sampled_from([Static, Reading]), min_size=1, max_size=4)):
-        sent = raw(data.draw(of(message)))
-        there.link.received(there.frame(b'{"t":"%s",' % (b"static" if message is Static else b"reading") + sent[1:]))
+    for message in data.draw(st.lists(st.sampled_from([Static, Reading, ReadingDelta]), min_size=1, max_size=4)):
+        sent = data.draw(of(message))
+        if message is ReadingDelta:
+            gpus = feed.facts.reading.gpus if feed.facts.reading is not None else []
+            numbers, details = (st.lists(of(kind), max_size=3) for kind in (GpuNumbers, GpuDetails))
+            sent |= {"of": feed._whole[1], "gpus": (data.draw(numbers) + [[]] * len(gpus))[: len(gpus)]}
+            sent["details"] = data.draw(details | junk)
+        there.link.received(there.frame(b'{"t":"%s",' % TAGS[message] + raw(sent)[1:]))
         for heard in there.heard:
-            feed._message(0, heard)
+            with suppress(Exceeded) if message is ReadingDelta else nullcontext():  # of no reading
+                feed._message(0, heard)
         there.heard.clear()
         facts = msgspec.structs.replace(feed.facts, arrived=NOW, hello=there.link.hello)
         assert feed._number == 0

@@ -66,6 +66,8 @@ def test_details_of_a_delta_are_counted_before_they_are_decoded() -> None:
     check_message(*sent(8191, 1))
     with pytest.raises(Exceeded, match="8193 processes"):
         check_message(*sent(8192, 1))
+    with pytest.raises(Exceeded, match="257 GPUs"):
+        check_message(*sent(*[40] * 257))
     with pytest.raises(msgspec.DecodeError):
         check_message(ReadingDelta(8, 7, 1.0, details=msgspec.Raw(b'["%s"]' % (b"x" * 8192))), 8196)
 
@@ -112,9 +114,16 @@ def test_a_long_line_is_counted_before_it_is_decoded() -> None:
     line = msgspec.json.encode({"t": "reading", "gpus": [{"uuid": "GPU-0", "loads": [[1, 2.0, 3]] * 30_000}]})
     with pytest.raises(Exceeded, match="30000 processes"):
         check_line(memoryview(line))
-    line = msgspec.json.encode({"t": "delta", "gpus": [[1, 2, 3, 4.0, 5]] * 20_000})
-    with pytest.raises(Exceeded, match="20000 GPUs"):
-        check_line(memoryview(line))
+    for key in ("gpus", "details"):
+        line = msgspec.json.encode({"t": "delta", key: [[]] * 100_000})
+        with pytest.raises(Exceeded, match="100000 GPUs"):
+            check_line(memoryview(line))
+    for key in ("gpus", "details", "claims"):  # the last one of two counts for decoders, which make objects of both
+        line = b'{"t":"delta","%s":[%s{}],"%s":[{}]}' % (key.encode(), b"{}," * 100_000, key.encode())
+        with pytest.raises(Exceeded, match="repeated"):
+            check_line(memoryview(line))
+    long = msgspec.json.encode({"t": "reading", "gpus": [{"uuid": "GPU-0", "loads": [[1, 2.0, 3]] * 8_192}] * 30})
+    check_line(memoryview(long))
     check_line(memoryview(msgspec.json.encode({"t": "reply", "id": 1, "value": "x" * MIB})))
 
 
