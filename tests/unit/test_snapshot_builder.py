@@ -365,6 +365,25 @@ def test_an_answer_of_the_scheduler_that_says_the_same_changes_no_view() -> None
     assert [job.id for job in seen[5].jobs] == ["8"]
 
 
+def test_an_allocated_gpu_becomes_idle_without_a_new_reading() -> None:
+    reading = Reading(seq=1, at=0.0, interval_s=1.0, gpus=[idle("GPU-a")])
+    node = NodeFacts(
+        name="gpu01", static=Static(gpus=STATICS[:1]), known={"GPU-a": inert_static(STATICS[0])}, reading=reading,
+        previous=reading, arrived=100.0, last_busy={"GPU-a": 100.0},
+    )  # fmt: skip
+    limits = Thresholds(idle_after_s=1.5)
+    said = {"gpu01": Scheduled(gpus={"GPU-a": Ruling((Job("7", "al", "gpu", 1e9),))}, jobs=frozenset({7}))}
+    builder, flags = SnapshotBuilder(), []
+    for now in (100.5, 101.0, 102.0):
+        view = View(
+            now=now, at=1.0, cluster="c", thresholds=limits, users={}, interval_s=1.0, one_shot=False, scheduled=said
+        )
+        shot = builder.snapshot([node], view)
+        assert shot == SnapshotBuilder().snapshot([node], view)
+        flags.append(shot.nodes[0].gpus[0].flags)
+    assert flags == [[], [], ["idle"]]
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_claim_ends_and_returns_with_its_job_without_a_new_reading(closed: bool) -> None:
     claim = replace(CLAIMS[0], job="7", remaining_s=100.0)

@@ -82,9 +82,9 @@ class _NodeMemo:
         known = [(place, last) for place, last in enumerate(self.gpus) if last is not None]
         self.claimed = [(place, last) for place, last in known if last.claims]
         self.known = len(known) == len(self.gpus)
-        self.constant = self.known and not self.claimed
         self.by_numbers = [(place, last) for place, last in known if not last.in_use]
         self.by_time = [(self.uuids[place], last) for place, last in known if last.allocated or last.claims]
+        self.constant = self.known and not self.by_time
 
 
 class SnapshotBuilder:
