@@ -342,7 +342,7 @@ async def test_all_of_a_run_is_above_the_screen_s_edge(tmp_path: Path, env: dict
             await lab.settle(pilot, partial(detailed, screen, run))
             for size in with_logs:
                 await pilot.resize_terminal(*size)
-                assert screen.virtual_size == screen.size == size, run
+                await lab.settle(pilot, lambda size=size: screen.virtual_size == screen.size == size)  # type: ignore[misc]
                 shown = [part for part in screen.query("Grid, Lines, LogView, Footer") if part.region]
                 assert max(part.region.bottom for part in shown) == size[1], run
                 if screen.query_one("#logs").region:
