@@ -83,7 +83,7 @@ def check_line(line: memoryview) -> None:
         _at_most(CLAIMS, len(found.claims), "claims")
         lists = [*found.gpus, *found.details, *found.claims]
         if lists and len(line) - sum(memoryview(raw).nbytes for raw in lists) > _LARGE:  # other keys are short
-            raise Exceeded(f"sent a line of {len(line)} bytes with repeated or unknown keys")
+            raise Exceeded(f"sent a line of {len(line)} bytes, many of which belong to no GPU or claim")
         for raw in found.gpus:
             if memoryview(raw)[0] == _LIST:
                 continue

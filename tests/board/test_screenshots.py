@@ -31,7 +31,7 @@ def test_the_pictures_are_what_the_board_draws_now(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         env["GPUBOARD_CLAIMS_DIR"] = str(claims_folder(tmp_path))
     command = [sys.executable, str(ROOT / "scripts" / "screenshots.py"), "--to", str(tmp_path / "drawn")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     now = {path.name: path.read_text() for path in (tmp_path / "drawn").iterdir()}
     kept = {path.name: path.read_text() for path in DRAWN.iterdir()}

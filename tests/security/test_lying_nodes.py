@@ -22,7 +22,7 @@ SLOWLY = ("nothing heard", "malformed answer", "sent more data than an agent may
 SAYS = {
     "uuids": "different GPUs so far; at most 256",
     "gpus": "lists 100000 GPUs; at most 256",
-    "lines": "sent more data than an agent may",
+    "lines": "many of which belong to no GPU or claim",
     "noise": "malformed answer",
     "fast": "sent more data than an agent may",
     "claims": "lists 40000 claims; at most 4096",
