@@ -26,6 +26,7 @@ with the reason, where a package is missing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import re
@@ -401,7 +402,18 @@ def _listens(host: Host, port: int) -> bool:
 
 def _remove_cgroup(folder: Path) -> None:
     for inner, _, _ in os.walk(folder, topdown=False):
-        os.rmdir(inner)
+        until(functools.partial(_removed, inner), f"{inner} can be removed", _START_S)
+
+
+def _removed(folder: str) -> bool:
+    """Remove a cgroup; return False while the kernel still counts processes that have ended there."""
+    try:
+        os.rmdir(folder)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return False
+    return True
 
 
 def _merged(conf: str, more: str) -> list[str]:
