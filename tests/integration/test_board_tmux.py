@@ -362,6 +362,38 @@ def test_a_dialog_by_the_mouse_while_the_terminal_changes_its_size(screen: Pane)
     screen.states(USUAL)
 
 
+OPENED = {  # key → words that the picture has not
+    "t": ("Reason",),
+    "Enter": ("Utilization", "esc Back"),
+    "n": ("Connection", "esc Back"),
+    "v": ("Events", "What", "esc Back"),
+    "P": ("Command", "esc Back"),
+    "l": ("Owner", "esc Back"),
+    "u": ("Ranks", "Target"),
+    "?": ("cluster.view",),
+    "C-p": ("Search for commands",),
+    "C-t": ("Theme: ",),
+    "s": ("Sort by", "Cancel"),
+    "r": ("Purpose", "Cancel"),
+    "x": ("Grace", "Cancel"),
+    "y": ("Copy", "UUIDs"),
+}
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
+def test_screens_and_dialogs_open_and_close_by_keys(screen: Pane, size: tuple[int, int]) -> None:
+    screen.size(*size)
+    screen.states(USUAL)
+    for key, words in OPENED.items():
+        screen.keys(key)
+        text = screen.shows(*words, timeout_s=20)
+        assert max(map(len, text.splitlines())) <= size[0], key
+        screen.keys("t" if key == "t" else "Escape")
+        screen.wait(lambda text, words=words: words[-1] not in text, f"{key} is closed", 20)  # type: ignore[misc]
+        screen.states(USUAL, timeout_s=20)
+    screen.size(120, 40)
+
+
 def test_another_size_and_back(screen: Pane) -> None:
     screen.size(80, 24)
     text = screen.states(USUAL)
