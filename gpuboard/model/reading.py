@@ -199,11 +199,14 @@ def shared(new: Reading, old: Reading | None) -> Reading:
     if old is None or len(new.gpus) != len(old.gpus):
         return new
     before = base_of(old.gpus)
-    moved = [_moved(one, gpu, gpu) for one, gpu in zip(before, new.gpus, strict=True)]
-    same = [one == gpu for one, gpu in zip(moved, new.gpus, strict=True)]
-    gpus = [one if alike else gpu for one, gpu, alike in zip(moved, new.gpus, same, strict=True)]
-    base = [one if alike else gpu for one, gpu, alike in zip(before, new.gpus, same, strict=True)]
-    return replace(new, gpus=_MovedGpus(before if all(same) else base, gpus, lambda: gpus))
+    gpus, base, steady = [], [], True
+    for one, gpu in zip(before, new.gpus, strict=True):
+        moved = _moved(one, gpu, gpu)
+        same = moved == gpu
+        gpus.append(moved if same else gpu)
+        base.append(one if same else gpu)
+        steady = steady and same
+    return replace(new, gpus=_MovedGpus(before if steady else base, gpus, lambda: gpus))
 
 
 class CallError(msgspec.Struct, frozen=True, gc=False):
