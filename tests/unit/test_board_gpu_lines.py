@@ -75,7 +75,7 @@ def test_what_the_head_does_not_know_is_a_question_mark() -> None:
     one = gpu("n", 0, "unknown", reason="no reading of this GPU yet", pci_bus_id="")
     assert text(gpu_lines.head(place(one), scene(), 60)) == [
         "n  GPU 0  NVIDIA H100 80GB HBM3",
-        "GPU-n-0   PCI ?   NUMA ?",
+        "GPU-n-0",
         "State        ? unknown: no reading of this GPU yet",
     ]
 

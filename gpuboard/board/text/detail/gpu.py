@@ -42,11 +42,9 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
     """Return a GPU's identity, its state with the reason, and its leases and jobs."""
     node, gpu = place.node, place.gpu
     lines: list[Runs] = [[(f"{node.name}  GPU {gpu.index}", "title"), (f"  {gpu.name}", "")]]
-    place_words = [gpu.pci_bus_id or "PCI ?", f"NUMA {'?' if gpu.numa_node is None else gpu.numa_node}"]
-    if len(gpu.uuid) + sum(map(len, place_words)) + 6 <= width:
-        lines.append([(f"{gpu.uuid}   {'   '.join(place_words)}", "dim")])
-    else:
-        lines += [[(gpu.uuid, "dim")], [("   ".join(place_words), "dim")]]
+    bus = "   ".join(filter(None, (gpu.pci_bus_id, f"NUMA {gpu.numa_node}" if gpu.numa_node is not None else "")))
+    one_line = f"{gpu.uuid}   {bus}".rstrip()
+    lines += [[(text, "dim")] for text in ([one_line] if len(one_line) <= width else [gpu.uuid, bus])]
     state = f"{LETTERS.get(gpu.state, '?')} {gpu.state}"
     leases = [one for one in scene.leases_on(gpu.uuid) if one.id in gpu.leases]  # two users may have taken one id
     listed = gpu.state == "reserved" and len(leases) == len(gpu.leases) > 0  # below, with the same words
