@@ -184,12 +184,12 @@ def test_a_first_node_that_cannot_lead_the_run_is_named_with_the_cure(lab: Clust
     until(lambda: not claims(lab), "its lease is released", 30)
     gpu02.firewall()
 
-    python = os.path.realpath(sys.executable)
-    gpu01.run(["mount", "--bind", "/dev/null", python], user="root", check=True)
+    environment = os.path.dirname(sys.executable)
+    gpu01.run(["mount", "-t", "tmpfs", "none", environment], user="root", check=True)
     try:
         done = login.run(launch("gpu01:0@gpu02:1"))
     finally:
-        gpu01.run(["umount", python], user="root", check=True)
+        gpu01.run(["umount", environment], user="root", check=True)
     assert done.returncode == 1
     assert f"gpu01 cannot lead a detached run: gpuboard {__version__} is needed there" in done.stderr
     assert "gpuboard: No such file or directory); install it on gpu01, or run" in done.stderr

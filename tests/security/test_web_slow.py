@@ -276,9 +276,13 @@ def test_a_board_that_cannot_start_reports_the_reason(here: Here) -> None:
         ):
             return [message.data async for message in websocket]
 
-    used = len(list(Path(f"/proc/{serving.process.pid}/fd").iterdir()))
+    def files() -> int:
+        return len(list(Path(f"/proc/{serving.process.pid}/fd").iterdir()))
+
+    used = files()
     resource.prlimit(serving.process.pid, resource.RLIMIT_NOFILE, (used + 2, 4096))
     assert "cannot start a board: Too many open files" in str(asyncio.run(visit()))
+    until(lambda: files() <= used, "the server has closed the connection")
     assert serving.get(page, Cookie=cookie)[0] == 200
     serving.stop()
     assert "Traceback" not in "".join(serving.said)

@@ -90,7 +90,6 @@ def test_an_invalid_line_is_refused_with_its_number(tmp_path: Path, text: str, w
         ("hostfile:/no/such/file", "/no/such/file: cannot be read: No such file or directory"),
         ("hostfile:/usr", "/usr: cannot be read: Is a directory"),
         ("hostfile:/dev/zero", "/dev/zero: cannot be read: not a regular file"),
-        (f"hostfile:{sys.executable}", "cannot be read: it is not UTF-8"),
         ("ssh_config:", "ssh_config: names no hosts; write ssh_config:gpu* for those of your ssh config"),
         ("ssh_config:*", "/no/config: cannot be read: No such file or directory"),
         ("slurm:", "'slurm:': no Slurm found on this host"),
@@ -103,6 +102,13 @@ def test_a_source_that_cannot_be_read_is_a_usage_error(source: str, words: str) 
     with pytest.raises(UsageError) as caught:
         inventory(Settings(ssh_config="/no/config"), [source])
     assert words in str(caught.value)
+
+
+def test_a_hostfile_that_is_not_text_is_a_usage_error(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_bytes(b"gpu01\n\xff\n")
+    with pytest.raises(UsageError, match="cannot be read: it is not UTF-8"):
+        inventory(Settings(), [f"hostfile:{file}"])
 
 
 def test_sources_nodesets_and_the_configuration_are_combined(tmp_path: Path) -> None:
