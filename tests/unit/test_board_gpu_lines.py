@@ -71,13 +71,16 @@ def test_the_top_shows_state_reason_and_user() -> None:
     ]
 
 
-def test_what_the_head_does_not_know_is_a_question_mark() -> None:
+def test_a_bus_and_numa_node_that_are_not_reported_are_left_out() -> None:
     one = gpu("n", 0, "unknown", reason="no reading of this GPU yet", pci_bus_id="")
     assert text(gpu_lines.head(place(one), scene(), 60)) == [
         "n  GPU 0  NVIDIA H100 80GB HBM3",
         "GPU-n-0",
         "State        ? unknown: no reading of this GPU yet",
     ]
+    narrow = text(gpu_lines.head(place(one), scene(), len("GPU-n-0") - 1))
+    assert narrow[1] == "GPU-n-0"
+    assert narrow[2].startswith("State"), "no empty line where the bus would be"
 
 
 def test_mig_devices_are_listed() -> None:

@@ -44,7 +44,7 @@ def head(place: Place, scene: Scene, width: int) -> list[Runs]:
     lines: list[Runs] = [[(f"{node.name}  GPU {gpu.index}", "title"), (f"  {gpu.name}", "")]]
     bus = "   ".join(filter(None, (gpu.pci_bus_id, f"NUMA {gpu.numa_node}" if gpu.numa_node is not None else "")))
     one_line = f"{gpu.uuid}   {bus}".rstrip()
-    lines += [[(text, "dim")] for text in ([one_line] if len(one_line) <= width else [gpu.uuid, bus])]
+    lines += [[(text, "dim")] for text in ([one_line] if len(one_line) <= width else [gpu.uuid, bus]) if text]
     state = f"{LETTERS.get(gpu.state, '?')} {gpu.state}"
     leases = [one for one in scene.leases_on(gpu.uuid) if one.id in gpu.leases]  # two users may have taken one id
     listed = gpu.state == "reserved" and len(leases) == len(gpu.leases) > 0  # below, with the same words
