@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from rich.segment import Segment
+from rich.style import Style
 from textual import _time, timer
 from textual.app import App
 from textual.command import CommandList
@@ -18,8 +20,10 @@ from textual.drivers import linux_driver, web_driver
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.events import Key, Paste
-from textual.geometry import Size
+from textual.filter import LineFilter, Monochrome
+from textual.geometry import Region, Size
 from textual.screen import ModalScreen, Screen
+from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Label
 from textual.worker import WorkerState
@@ -77,6 +81,45 @@ async def test_a_change_is_drawn_at_once() -> None:
         assert drawn[-1] == "before"
         compat.draw_now(changed)
         assert drawn[-1] == "after"
+
+
+async def test_the_lines_of_a_widget_that_has_not_changed_are_kept() -> None:
+    class Counted(Widget):
+        text, filters = "one", 0
+
+        def render_line(self, y: int) -> Strip:
+            return Strip([Segment(self.text, Style())])
+
+        def get_line_filters(self) -> list[LineFilter]:
+            return [Monochrome()] * self.filters
+
+    app: App[int] = App()
+    async with app.run_test() as pilot:
+        await app.screen.mount(counted := Counted())
+        await pilot.pause()
+
+        def lines(height: int = 2) -> list[Strip]:
+            return counted.render_lines(Region(0, 0, counted.size.width, height))
+
+        def text(drawn: list[Strip]) -> str:
+            return drawn[0].text.rstrip()
+
+        first = lines()
+        assert lines() is first
+        assert len(lines(3)) == 3  # another part of it
+        counted.text = "two"
+        counted.refresh(Region(0, 0, 3, 1))
+        assert text(lines()) == "two"
+        counted.text = "three"
+        counted.refresh()
+        assert text(lines()) == "three"
+        before = lines()
+        counted.filters = 1
+        assert lines() is not before
+        counted.text = "four"
+        counted.styles.width = 9
+        await pilot.pause()
+        assert (text(lines()), lines()[0].cell_length) == ("four", 9)
 
 
 async def test_a_timer_comes_also_where_the_clock_has_passed_its_time_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
