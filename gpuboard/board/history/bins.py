@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -14,23 +15,24 @@ def slices(times: Sequence[float], bin_s: float, count: int) -> list[tuple[int, 
     Bins begin at multiples of ``bin_s`` of the (ascending) ``times``, so that a drawn plot only shifts; the last has
     the newest sample. A bin without a sample has the one before it, which holds until the next is due.
     """
-    found = [(0, 0)] * count
     if not times:
-        return found
+        return [(0, 0)] * count
+    first_bin = int(times[-1] // bin_s) - count + 1
+    edges = [bisect_left(times, bin_s * (first_bin + number)) for number in range(count)]
+    found = list(pairwise([*edges, len(times)]))
+    if any(first == end for first, end in found):
+        _hold(found, times, bin_s, first_bin)
+    return found
+
+
+def _hold(found: list[tuple[int, int]], times: Sequence[float], bin_s: float, first_bin: int) -> None:
+    """Give bins without a sample the one before it."""
     from statistics import median_low  # late: the first frame has no history yet
 
     period_s = median_low([later - time for time, later in pairwise(times)]) if len(times) > 1 else bin_s
-    before = int(times[-1] // bin_s) - count  # the bin before the first
-    places = [int(time // bin_s) - before - 1 for time in times]
-    start = 0
-    for number, at in enumerate(places):
-        if at != places[start]:
-            start = number
-        if at >= 0:
-            found[at] = start, number + 1
-        if number + 1 < len(times) and (later := places[number + 1]) > max(at, -1) + 1:
-            if times[number + 1] - times[number] > _HELD * period_s:
-                later = min(later, -int(-(times[number] + period_s) // bin_s) - before - 1)
-            for empty in range(max(at + 1, 0), later):
-                found[empty] = number, number + 1
-    return found
+    for number, (first, end) in enumerate(found):
+        if first == end > 0:
+            at = times[end - 1]
+            gap = end < len(times) and times[end] - at > _HELD * period_s
+            if not gap or bin_s * (first_bin + number) < at + period_s:
+                found[number] = end - 1, end

@@ -20,18 +20,20 @@ _SHORT_S = 10.0
 _SCALES = tuple(step * 10**power for power in range(9) for step in (1, 2, 5))
 _BRAILLE = 0x2800  # the pattern without dots; Unicode numbers the dots of the two columns from the top
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+_PATTERNS = " " + "".join(chr(_BRAILLE + dots) for dots in range(1, 256))
 
 
 def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> list[float | None]:
     """Return the highest value in each of the ``count`` newest bins (``slices``) of ``bin_s``; None: it has none."""
-    found = _slices(tuple(times), bin_s, count)
+    parts = map(values.__getitem__, _slices(tuple(times), bin_s, count))
     if None in values:
-        return [max([value for value in values[first:end] if value is not None], default=None) for first, end in found]
-    whole = cast("Sequence[float]", values)
-    return [max(whole[first:end], default=None) for first, end in found]
+        return [max([value for value in part if value is not None], default=None) for part in parts]
+    return [max(part) if part else None for part in cast("Iterable[Sequence[float]]", parts)]
 
 
-_slices = lru_cache(maxsize=64)(slices)  # the same for all graphs of a GPU
+@lru_cache(maxsize=64)  # the same for all graphs of a GPU
+def _slices(times: tuple[float, ...], bin_s: float, count: int) -> list[slice]:
+    return [slice(first, end) for first, end in slices(times, bin_s, count)]
 
 
 def part_of(value: float | None, most: float | None) -> float | None:
@@ -68,7 +70,7 @@ def _curve(values: tuple[float | None, ...], height: int, ascii_only: bool, low:
         return _ascii_curve(values, height, low, high)
     top = 4 * height - 1  # rows of dots above the lowest
     levels = [None if value is None else _level(value, low, high, top) for value in values]
-    dots = [[0] * -(-len(levels) // 2) for _ in range(height)]
+    dots = [bytearray(-(-len(levels) // 2)) for _ in range(height)]
     before: int | None = None
     for place, level in enumerate(levels):
         if level is not None:  # the dots between two values belong to the later one
@@ -77,7 +79,7 @@ def _curve(values: tuple[float | None, ...], height: int, ascii_only: bool, low:
                 row, part = divmod(top - one, 4)
                 dots[row][place // 2] |= _DOTS[place % 2][part]
         before = level
-    return ["".join(chr(_BRAILLE + cell) if cell else " " for cell in row) for row in dots]
+    return [row.decode("latin-1").translate(_PATTERNS) for row in dots]
 
 
 def per_cell(glyphs: Glyphs) -> int:
