@@ -143,10 +143,10 @@ def framed(title: str, note: str, lines: Sequence[Runs], cells: int, height: int
     if note and width(note) + 4 <= rest:
         tail = [("─" * (rest - width(note) - 3), "dim"), (f" {note} ", "dim"), ("─╮", "dim")]
     top: Runs = [("╭─ ", "dim"), (f"{shown} ", "title"), *tail]
-    body = [*lines[: height - 2], *[Runs()] * (height - 2 - len(lines))]
     return [
         fit_runs(top, cells, "dim"),
-        *([("│ ", "dim"), *fit_runs(line, inner, ""), (" │", "dim")] for line in body),
+        *([("│ ", "dim"), *fit_runs(line, inner, ""), (" │", "dim")] for line in lines[: height - 2]),
+        *[[("│ ", "dim"), (" " * inner, ""), (" │", "dim")]] * (height - 2 - len(lines)),
         fit_runs([("╰" + "─" * (cells - 2) + "╯", "dim")], cells, "dim"),
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -71,18 +71,19 @@ def picked(runs: Runs, x: int) -> str | None:
     return None
 
 
-def _models(facts: Sums) -> list[Runs]:
-    """Return texts from the longest to the shortest: each model in detail, at last the free total alone."""
+def _models(facts: Sums) -> Iterator[Runs]:
+    """Make texts from the longest to the shortest: each model in detail, at last the free total alone."""
     if not facts.models:
-        return [(("no GPU seen", "unknown"),)]
+        yield (("no GPU seen", "unknown"),)
+        return
+    for words in (4, 3, 2, 1, 0):
+        counts = _join([_count(count, words) for count in facts.models])
+        yield counts if words > 1 else (("free  ", "free"), *counts)
     free = [count for count in facts.models if count.states["free"]]
     free.sort(key=lambda count: -count.states["free"])
-    return [
-        *(_join([_count(count, words) for count in facts.models]) for words in (4, 3, 2)),
-        *((("free  ", "free"), *_join([_count(count, words) for count in facts.models])) for words in (1, 0)),
-        *(_only_free(facts, free[:most], cut=most < len(free)) for most in range(len(free), 0, -1)),
-        _total(facts),
-    ]
+    for most in range(len(free), 0, -1):
+        yield _only_free(facts, free[:most], cut=most < len(free))
+    yield _total(facts)
 
 
 def _count(count: Count, words: int) -> Runs:

@@ -14,7 +14,7 @@ from gpuboard.board.text import single_node as text
 from gpuboard.board.text.gpu_row import Shown, index_width, row_key, with_devices
 from gpuboard.board.widgets.grid import HEADER, Grid, LazyRows, Row
 from gpuboard.board.widgets.on_board import OnBoard
-from gpuboard.board.widgets.pane import Pane
+from gpuboard.board.widgets.pane import Lines
 
 _EMPTY_LINES = 3  # for the text in place of rows
 
@@ -58,7 +58,7 @@ class SingleNode(OnBoard, Vertical):
         self._shown: tuple[Scene, Sequence[Item]] | None = None
 
     def compose(self) -> ComposeResult:
-        yield Pane(id="host")
+        yield Lines(id="host")
         yield MeterGrid(self._history, id="meters")
         yield ProcessGrid(text.TITLES, id="node-processes")
 
@@ -73,9 +73,8 @@ class SingleNode(OnBoard, Vertical):
     def show(self, scene: Scene, items: Sequence[Item]) -> None:
         self._shown = (scene, items)
         node = scene.snapshot.nodes[0]
-        glyphs = self.board.look.glyphs
-        host = text.host_lines(node, glyphs, self.size.width)
-        self.query_one("#host", Pane).show(lambda width: text.host_lines(node, glyphs, width))
+        host = text.host_lines(node, self.board.look.glyphs, self.size.width)
+        self.query_one("#host", Lines).set_lines(host)
         rows = len(with_devices(items))
         tall = text.tall_for(node, rows, self.size.height)
         wanted = rows * tall if rows else _EMPTY_LINES
