@@ -45,6 +45,7 @@ _XIDS_A_PASS = 32  # a failing GPU may report very many
 _SAMPLES_S = 2.0  # older samples of processes are not "now"
 _SAMPLES_SHARE = 0.005  # of a core, at most, for those of all GPUs
 _SAMPLES_LATEST_S = 5.0  # between two calls for those of one GPU, however long they take
+_MIG_S = 5.0  # between two questions for the MIG mode of a GPU that has shown no sign of it
 _RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 
 
@@ -128,6 +129,7 @@ class _Reader:
         self.samples: "Dict[int, Tuple[float, Dict[int, int]]]" = {}  # when they are read next, SM percentages by pid
         self.fanless: "Set[int]" = set()  # GPUs without a fan: to ask them takes as long as most readings together
         self.layout: "Dict[int, Optional[List[str]]]" = {}  # the MIG devices of each GPU, None: MIG is off
+        self.mig_due: "Dict[int, float]" = {}  # when the MIG mode is asked for next (monotonic)
         pynvml.nvmlInit()
         self.driver = terms.text(_ask(pynvml.nvmlSystemGetDriverVersion))
         cuda = _ask(pynvml.nvmlSystemGetCudaDriverVersion)
@@ -284,7 +286,8 @@ class _Reader:
             values["pcie_generation"] = _ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle)
             values["pcie_width"] = _ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle)
             values["ecc_uncorrected"] = _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0)
-            values["mig"] = self._mig_values(k)
+            if self._may_be_mig(k, utilization):
+                values["mig"] = self._mig_values(k)
         except pynvml.NVMLError as error:
             values.update(_failure(error))
         return {key: value for key, value in values.items() if value is not None and (value or key not in _LISTS)}
@@ -341,6 +344,17 @@ class _Reader:
                 }
             )
         return None if devices is None else found
+
+    def _may_be_mig(self, k: int, utilization: "Any") -> bool:
+        """Return whether to ask for the MIG mode, which takes a real driver as long as most readings together.
+
+        In MIG mode NVML reports no utilization (its documentation of nvmlDeviceGetUtilizationRates).
+        """
+        now = time.monotonic()
+        if utilization is None or self.layout.get(k, ()) is not None or now >= self.mig_due.get(k, now):
+            self.mig_due[k] = now + _MIG_S
+            return True
+        return False
 
     def _mig_values(self, k: int) -> "List[Dict[str, Any]]":
         found = []
