@@ -1,20 +1,22 @@
 """`gpuboard`, `nvitop` and `gpustat -i 1` side by side on one node of 8 GPUs: CPU, memory, and time to the first data.
 
-    python bench/beside.py [--seconds 60] [--starts 9]
+    python bench/beside.py [--seconds 60] [--starts 9] [--real]
 
 All three run at the same time, each in a tmux pane of 200x60, on the tests' NVML library, whose values change every
-second; each GPU has two processes. CPU and memory are those of the whole process tree, for gpuboard separately for the
-board and its agent. The start is measured on a pseudo-terminal of 200x60, alternating, until data of the GPUs is
-written. gpuboard writes it before it has imported textual; keys are answered once the whole board is drawn, which is
-measured too.
+second; each GPU has two processes. With ``--real`` they run on this machine's own GPUs, as they are. CPU and memory are
+those of the whole process tree, for gpuboard separately for the board and its agent. The start is measured on a
+pseudo-terminal of 200x60, alternating, until data of the GPUs is written. gpuboard writes it before it has imported
+textual; keys are answered once the whole board is drawn, which is measured too.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import importlib.util
 import os
 import pty
+import re
 import select
 import signal
 import statistics
@@ -38,14 +40,14 @@ WINDOW_S = 10.0
 GOAL_START_S = 0.6
 GOAL_START_RATIO = 1.2
 LIMIT_S = 15.0
-# Text that each writes once it has read the GPUs: how many are busy, a power limit, a name
-DATA = {"gpuboard": b"8 busy", "nvitop": b"700W", "gpustat": b"H100"}
+# Text that each writes once it has read the GPUs: how many are busy or free, a power limit, memory
+DATA = {"gpuboard": rb"[1-9]\d* (busy|free)", "nvitop": rb"\d\d+W", "gpustat": rb"\d+ MB"}
+_CONTROLS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 WHOLE = b"Reserve"  # gpuboard's footer
-BINARIES = Path(sys.executable).parent
 COMMANDS = {
     "gpuboard": [sys.executable, "-m", "gpuboard"],
-    "nvitop": [sys.executable, str(BINARIES / "nvitop"), "--interval", "1"],
-    "gpustat": [sys.executable, str(BINARIES / "gpustat"), "-i", "1"],
+    "nvitop": [sys.executable, "-m", "nvitop", "--interval", "1"],
+    "gpustat": [sys.executable, "-m", "gpustat", "-i", "1"],
 }
 
 
@@ -54,14 +56,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="gpuboard beside nvitop and gpustat")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--starts", type=int, default=9)
+    parser.add_argument("--real", action="store_true", help="on this machine's own GPUs, as they are")
     args = parser.parse_args()
     for name in ("nvitop", "gpustat"):
-        if not (BINARIES / name).exists():
+        if importlib.util.find_spec(name) is None:
             sys.exit(f"{name} is not installed: pip install {name}")
     print(f"load average before: {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as path:
         folder = Path(path)
-        moving(folder, 0)
+        if not args.real:
+            moving(folder, 0)
         running(folder, max(2, round(args.seconds / WINDOW_S)))
         starts(folder, args.starts)
 
@@ -83,17 +87,17 @@ def moving(folder: Path, second: int) -> None:
 
 
 def environ(folder: Path) -> dict[str, str]:
-    """Return a clean environment with the tests' NVML library."""
+    """Return a clean environment, with the tests' NVML library if values were written for it."""
     foreign = ("GPUBOARD_", "XDG_", "CUDA_", "PYTHON", "TMUX", "NO_COLOR", "TEXTUAL")
     env = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
-    return env | {
-        "LD_LIBRARY_PATH": str(library()),
-        "FAKE_NVML": str(folder / "nvml"),
+    env |= {
         "HOME": str(folder),
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "LANG": "C.UTF-8",
         "TERM": "xterm-256color",
     }
+    script = folder / "nvml"
+    return env | {"LD_LIBRARY_PATH": str(library()), "FAKE_NVML": str(script)} if script.exists() else env
 
 
 def running(folder: Path, windows: int) -> None:
@@ -109,7 +113,7 @@ def running(folder: Path, windows: int) -> None:
         second = _wait(folder, 0, SETTLE_S)
         for name in pids:
             pane = subprocess.run([*tmux, "capture-pane", "-p", "-t", name], capture_output=True).stdout
-            if DATA[name] not in pane:
+            if not shows(DATA[name], pane):
                 sys.exit(f"{name} shows no GPU:\n{pane.decode(errors='replace')}")
         percents: dict[str, list[float]] = {}
         for _ in range(windows):
@@ -124,7 +128,7 @@ def running(folder: Path, windows: int) -> None:
         memory = {part: sum(map(pss, found)) for name, pid in pids.items() for part, found in _tree(name, pid).items()}
     finally:
         subprocess.run([*tmux, "kill-server"], capture_output=True)
-    print(f"8 GPUs with 2 processes each, a reading a second, {windows} windows of {WINDOW_S:.0f} s, medians")
+    print(f"a reading a second, {windows} windows of {WINDOW_S:.0f} s, medians")
     median = {part: statistics.median(values) for part, values in percents.items()}
     for part, value in median.items():
         print(f"{part}: {value:.2f} % of a core, {memory[part] / 2**20:.0f} MiB (PSS)")
@@ -132,6 +136,11 @@ def running(folder: Path, windows: int) -> None:
     size_mib = (memory["gpuboard"] + memory["gpuboard's agent"]) / 2**20
     verdict = "met" if ours <= median["nvitop"] else "missed"
     print(f"gpuboard in all: {ours:.2f} % of a core, {size_mib:.0f} MiB; goal no more CPU than nvitop: {verdict}")
+
+
+def shows(pattern: bytes, written: bytes) -> bool:
+    """Return whether what was written to a terminal matches, without its control sequences."""
+    return re.search(pattern, _CONTROLS.sub(b"", written)) is not None
 
 
 def starts(folder: Path, rounds: int) -> None:
@@ -160,8 +169,8 @@ def starts(folder: Path, rounds: int) -> None:
     print(f"a process that only imports textual.app: {statistics.median(textual):.2f} s")
 
 
-def _start(folder: Path, name: str, words: bytes) -> float:
-    """Return seconds from the start of a command on a new terminal until it has written ``words``."""
+def _start(folder: Path, name: str, pattern: bytes) -> float:
+    """Return seconds from the start of a command on a new terminal until it has written what the pattern matches."""
     command = COMMANDS[name]
     started = time.perf_counter()
     pid, terminal = pty.fork()
@@ -170,10 +179,10 @@ def _start(folder: Path, name: str, words: bytes) -> float:
         os.execvpe(command[0], command, environ(folder))
     written = b""
     try:
-        while words not in written:
+        while not shows(pattern, written):
             left = started + LIMIT_S - time.perf_counter()
             if left <= 0 or not select.select([terminal], [], [], left)[0]:
-                sys.exit(f"{' '.join(command)} did not write {words!r} in {LIMIT_S:.0f} s: {written[-500:]!r}")
+                sys.exit(f"{' '.join(command)} did not write {pattern!r} in {LIMIT_S:.0f} s: {written[-500:]!r}")
             written += os.read(terminal, 65536)
         return time.perf_counter() - started
     finally:
@@ -188,7 +197,8 @@ def _wait(folder: Path, second: int, seconds: float) -> int:
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(1.0, left))
         second += 1
-        moving(folder, second)
+        if (folder / "nvml").exists():
+            moving(folder, second)
     return second
 
 
