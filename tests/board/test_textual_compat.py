@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 from rich.segment import Segment
 from rich.style import Style
-from textual import _time, timer
+from textual import _parser, _time, timer
 from textual.app import App
 from textual.command import CommandList
-from textual.drivers import linux_driver, web_driver
+from textual.drivers import web_driver
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.events import Key, Paste
@@ -251,10 +251,20 @@ def test_escapes_in_a_paste_are_no_keys(size: int) -> None:
     assert [event.text if isinstance(event, Paste) else cast("Key", event).key for event in found] == PASTED
 
 
-@pytest.mark.parametrize("driver", [linux_driver, web_driver])
-def test_drivers_use_that_parser(driver: Any) -> None:
-    assert driver.XTermParser is compat.PasteParser
-    assert "= XTermParser(" in inspect.getsource(driver)
+def test_the_driver_of_a_browser_uses_that_parser() -> None:
+    assert vars(web_driver)["XTermParser"] is compat.PasteParser
+    assert "= XTermParser(" in inspect.getsource(web_driver)
+
+
+def test_an_escape_is_undecided_until_its_time_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = compat.PasteParser()
+    undecided = [parser.is_undecided]
+    assert not [*parser.feed("\x1b")]
+    undecided.append(parser.is_undecided)
+    now = _time.get_time()
+    monkeypatch.setattr(_parser, "get_time", lambda: now + 60)
+    assert [cast("Key", event).key for event in parser.tick()] == ["escape"]
+    assert [*undecided, parser.is_undecided] == [False, True, False]
 
 
 def test_no_other_module_uses_private_attributes_of_textual() -> None:

@@ -20,7 +20,6 @@ from textual.app import App
 from textual.command import CommandList, CommandPalette
 from textual.css.query import NoMatches
 from textual.driver import Driver
-from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.filter import LineFilter
 from textual.geometry import Region
@@ -159,6 +158,11 @@ class PasteParser(XTermParser):
         self._is_paste = False
         self._part = ""  # the beginning of a marker at the end of the input so far; in a paste it is held back
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether ``tick`` must be called again soon: an ESC is a key unless the rest of a sequence follows."""
+        return self._timeout_time is not None
+
     def feed(self, data: str) -> Iterable[Message]:
         """Return the messages for ``data``; an empty one is the end of the input."""
         if not data:
@@ -180,9 +184,6 @@ class PasteParser(XTermParser):
                 kept += (text + found)[len(before) :]
             self._is_paste ^= bool(found)
         return kept
-
-
-setattr(linux_driver, "XTermParser", PasteParser)  # noqa: B010  # its driver has no other place for a parser
 
 
 class ContinueHookDriver(LinuxDriver):
