@@ -40,8 +40,8 @@ WINDOW_S = 10.0
 GOAL_START_S = 0.6
 GOAL_START_RATIO = 1.2
 LIMIT_S = 15.0
-# Text that each writes once it has read the GPUs: how many are busy or free, a power limit, memory
-DATA = {"gpuboard": rb"[1-9]\d* (busy|free)", "nvitop": rb"\d\d+W", "gpustat": rb"\d+ MB"}
+# Text that each writes once it has read the GPUs: how many there are, a power limit, memory
+DATA = {"gpuboard": rb"free of [1-9]", "nvitop": rb"\d\d+W", "gpustat": rb"\d+ MB"}
 _CONTROLS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 WHOLE = b"Reserve"  # gpuboard's footer
 COMMANDS = {
