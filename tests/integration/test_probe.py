@@ -448,10 +448,8 @@ def test_a_process_that_cannot_be_killed_is_abandoned(script: Path, freezer: Pat
     with Agent(script, interval_s=0.2) as agent:
         agent.reading()
         (stuck,) = agent.children()
-        write_script(script, [Gpu(), Gpu(trouble=("hang *",)), Gpu()])
-        until(lambda: "nanosleep" in Path(f"/proc/{stuck}/wchan").read_text(), "its call sleeps in the library")
-        (freezer / "cgroup.procs").write_text(str(stuck))
         (freezer / "freezer.state").write_text("FROZEN")
+        write_script(script, [Gpu(), Gpu(trouble=("hang *",)), Gpu()], trouble=[f"freezer {freezer}"])
         agent.reading(when=lambda r: r.gpus[1].delay_s > 2 + max(r.gpus[0].delay_s, r.gpus[2].delay_s))
         write_script(script, good)  # the GPU works again, but must not be queried while the old call hangs
         agent.reading(when=lambda r: r.gpus[1].delay_s > 9.0)

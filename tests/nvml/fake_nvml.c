@@ -4,6 +4,7 @@
  * "key value..."; "gpu" starts a GPU, lines before the first one apply to the whole library.
  * tests/nvml/__init__.py writes scripts and documents the keys. Faults and hangs apply before each call:
  * "fault FUNCTION CODE", "hang FUNCTION" (until the script changes), "slow FUNCTION MILLISECONDS", "crash FUNCTION"; FUNCTION may be "*".
+ * "freezer FOLDER", before the first GPU: a process whose call hangs enters that control group first.
  * "then PATTERN FILE", before the first GPU: as soon as a file of that pattern (glob) exists, FILE is the script.
  *
  * Built with -DOLD_DRIVER the library lacks the symbols that drivers before 450 to 555 lack.
@@ -54,6 +55,7 @@ typedef struct {
 static struct { char driver[TEXT]; int cuda, record, gpus, troubles; Gpu gpu[MAX_GPUS]; Trouble trouble[MAX_ITEMS]; } S;
 static struct stat seen;
 static char awaited[512], following[512]; /* PATTERN and FILE of "then" */
+static char freezer[512];                 /* FOLDER of "freezer" */
 static int initialized;
 /* Handles stay valid after a re-read: a device is the address of its slot. Slot 16 * gpu is the GPU, 16 * gpu + 1 + k its MIG device k. */
 static char slots[MAX_GPUS * 16];
@@ -162,6 +164,7 @@ static void load(void) {
     copy(S.driver, TEXT, "580.159.04");
     S.cuda = 13000;
     S.record = 24;
+    freezer[0] = 0;
     Gpu *g = NULL;
     char line[1024], key[64];
     while (fgets(line, sizeof line, f)) {
@@ -181,6 +184,7 @@ static void load(void) {
         else if (!strcmp(key, "driver")) copy(S.driver, TEXT, rest);
         else if (!strcmp(key, "cuda")) S.cuda = atoi(rest);
         else if (!strcmp(key, "record")) S.record = atoi(rest);
+        else if (!strcmp(key, "freezer")) copy(freezer, sizeof freezer, rest);
         else if (!strcmp(key, "then")) sscanf(rest, "%511s %511s", awaited, following);
     }
     fclose(f);
@@ -195,6 +199,16 @@ static Trouble *find(int gpu, const char *function) {
     return NULL;
 }
 
+/* Puts this process into a control group; in one that is frozen, it stays here until that is thawed. */
+static void join_freezer(void) {
+    char path[600];
+    if (!freezer[0]) return;
+    snprintf(path, sizeof path, "%s/cgroup.procs", freezer);
+    FILE *f = fopen(path, "w");
+    if (f) { fputs("0", f); fclose(f); }
+    freezer[0] = 0;
+}
+
 /* Called by every function: waits, hangs or fails according to the script. gpu < 0: the library as a whole. */
 static int enter(int gpu, const char *function) {
     load();
@@ -206,6 +220,7 @@ static int enter(int gpu, const char *function) {
         if (t->kind == 'f') return t->value;
         if (t->kind == 'c') abort();
         if (t->kind == 's') { usleep(t->value * 1000); return OK; }
+        join_freezer();
         usleep(5000);
         load();
     }
