@@ -96,7 +96,8 @@ def write_script(
     """Write a script (atomically, for running readers) and return its GPUs with all defaults filled in.
 
     ``record=32`` is the size of process records in drivers 535.43 to 535.86; ``trouble`` is for calls without a GPU,
-    and for "then PATTERN FILE": FILE replaces this script as soon as a file of that pattern exists.
+    for "freezer FOLDER": a process whose call hangs enters that control group first, and for "then PATTERN FILE": FILE
+    replaces this script as soon as a file of that pattern exists.
     """
     unique = hashlib.sha256(seed.encode()).hexdigest()[:8]
     full = [
