@@ -330,6 +330,21 @@ def test_mig_devices_and_their_processes(script: Path) -> None:
         assert [m.uuid for m in agent.static.gpus[0].mig or []] == ["MIG-a"]
 
 
+def test_a_gpu_whose_mig_mode_changes_is_read_as_it_is(script: Path) -> None:
+    write_script(script, [Gpu()])
+    with Agent(script, interval_s=0.1) as agent:
+        agent.reading()
+        write_script(script, [Gpu(mig=(Mig("MIG-a"),))])
+        first = agent.reading(when=lambda r: r.gpus[0].utilization is None)
+        assert [device.uuid for device in first.gpus[0].mig] == ["MIG-a"]
+        write_script(script, [Gpu()])
+        agent.reading(when=lambda r: not r.gpus[0].mig)
+        write_script(script, [Gpu(trouble=(f"fault nvmlDeviceGetMigMode {nvml.TIMEOUT}",))])
+        failed = agent.reading(when=lambda r: r.gpus[0].error is not None)
+        later = [agent.reading(when=lambda r, seq=failed.seq + k: r.seq >= seq) for k in range(5)]  # type: ignore[misc]
+        assert all(reading.gpus[0].error for reading in later)
+
+
 def test_a_gpu_whose_mig_mode_is_unknown_is_not_read_as_one_without_mig(script: Path) -> None:
     parts = (Mig("MIG-a"),)
     calls = ("nvmlDeviceGetMigMode", "nvmlDeviceGetMaxMigDeviceCount")

@@ -288,6 +288,7 @@ class _Reader:
             values["ecc_uncorrected"] = _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0)
             if self._may_be_mig(k, utilization):
                 values["mig"] = self._mig_values(k)
+                self.mig_due[k] = time.monotonic() + _MIG_S  # where that has failed, each pass tries again
         except pynvml.NVMLError as error:
             values.update(_failure(error))
         return {key: value for key, value in values.items() if value is not None and (value or key not in _LISTS)}
@@ -350,11 +351,8 @@ class _Reader:
 
         In MIG mode NVML reports no utilization (its documentation of nvmlDeviceGetUtilizationRates).
         """
-        now = time.monotonic()
-        if utilization is None or self.layout.get(k, ()) is not None or now >= self.mig_due.get(k, now):
-            self.mig_due[k] = now + _MIG_S
-            return True
-        return False
+        off = utilization is not None and self.layout.get(k, ()) is None
+        return not off or time.monotonic() >= self.mig_due.get(k, 0.0)
 
     def _mig_values(self, k: int) -> "List[Dict[str, Any]]":
         found = []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _ALTERNATE = "\x1b[?1049h"
 _READ = 4096  # bytes at once
-_UNDECIDED_MS = 100
+_UNDECIDED_MS = 100  # between looks at whether an ESC is a key
 
 
 class PollableEvent(threading.Event):
