@@ -605,9 +605,10 @@ def test_read_answers_with_a_reading_that_started_after_the_call(script: Path) -
 
 
 def test_carriers_are_own_processes_with_the_lease_or_on_the_gpus(script: Path) -> None:
+    lease = f"c{os.getpid()}"  # other workers' processes have leases, too
     sleeper = ["sleep", "60"]
     with (
-        subprocess.Popen(sleeper, env={**os.environ, "GPUBOARD_LEASE": "k3f9"}) as carrier,
+        subprocess.Popen(sleeper, env={**os.environ, "GPUBOARD_LEASE": lease}) as carrier,
         subprocess.Popen(sleeper) as worker,
         subprocess.Popen(sleeper, env={**os.environ, "GPUBOARD_LEASE": "other"}) as stranger,
     ):
@@ -615,7 +616,7 @@ def test_carriers_are_own_processes_with_the_lease_or_on_the_gpus(script: Path) 
             gpu, _ = write_script(script, [Gpu(processes=(("compute", worker.pid, GIB),)), Gpu()])
             with Agent(script) as agent:
                 seen = agent.reading().gpus[0].processes
-                found = agent.call("carriers", lease="k3f9", uuids=[gpu.uuid])["processes"]
+                found = agent.call("carriers", lease=lease, uuids=[gpu.uuid])["processes"]
         finally:
             for process in (carrier, worker, stranger):
                 process.kill()
