@@ -430,6 +430,23 @@ def test_stopped_by_a_signal_it_waits_until_the_shell_continues_it(screen: Pane)
     screen.states(USUAL)
 
 
+def test_it_comes_back_though_the_input_that_it_was_about_to_read_is_taken(screen: Pane) -> None:
+    (board,) = screen.boards()
+    for turn in range(4):  # its thread is stopped (SIGTTIN) within the read about once in three turns
+        os.kill(board, signal.SIGSTOP)
+        screen.shows("Stopped", "shell$")
+        screen.type("sleep 1000\n")
+        screen.shows("sleep 1000")
+        screen.type("not for the board\n")
+        screen.shows("not for the board")
+        os.kill(board, signal.SIGCONT)
+        until(lambda: state(board) == "T", "in the background it stops again")
+        screen.keys("C-c")  # takes what was typed with it
+        screen.shows("^C")
+        screen.type("fg\n")
+        screen.wait(lambda text: "sleep" not in text and letters(text) == USUAL, f"it is back, turn {turn}")
+
+
 def test_leaving_takes_no_time_though_a_node_hangs(screen: Pane, started_nodes: Cluster) -> None:
     (board,) = screen.boards()
     started_nodes["gpu01"].unplug()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import select
 import signal
@@ -85,22 +86,36 @@ class TerminalDriver(ContinueHookDriver):
 
         textual's wakes up ten times a second: a tenth of the CPU time of a board of one node.
         """
+        with self._input() as keys:
+            self._read_keys(keys)
+
+    def _read_keys(self, keys: io.FileIO) -> None:
         parser, decoder = PasteParser(), getincrementaldecoder("utf-8")()
         waiting = select.poll()
-        for fd in (self.fileno, self.exit_event.fileno()):
-            waiting.register(fd, select.POLLIN)
+        for source in (keys, self.exit_event):
+            waiting.register(source, select.POLLIN)
         while not self.exit_event.is_set():
             ready = dict(waiting.poll(_UNDECIDED_MS if parser.is_undecided else None))
-            if self.fileno in ready:
-                data = os.read(self.fileno, _READ)
-                if not data:  # the end: nothing can come any more
-                    waiting.unregister(self.fileno)
-                try:
-                    text = decoder.decode(data)
-                except UnicodeDecodeError:
-                    parser, decoder = PasteParser(), getincrementaldecoder("utf-8")()
-                    continue
-                for message in parser.feed(text) if text else ():
-                    self.process_message(message)
+            data = keys.read(_READ) if keys.fileno() in ready else None
+            if data == b"":  # the end: nothing can come any more
+                waiting.unregister(keys)
+            try:
+                text = decoder.decode(data or b"")
+            except UnicodeDecodeError:
+                parser, decoder = PasteParser(), getincrementaldecoder("utf-8")()
+                continue
+            for message in parser.feed(text) if text else ():
+                self.process_message(message)
             for message in parser.tick():
                 self.process_message(message)
+
+    def _input(self) -> io.FileIO:
+        """Open the terminal a second time, for reads that do not block: the flags of the first one are shared.
+
+        A board that is stopped when it is about to read goes on to read when the shell has taken the input.
+        """
+        try:
+            os.tcgetpgrp(self.fileno)
+            return io.FileIO(os.open("/dev/tty", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        except OSError:  # it is not the controlling terminal: no shell stops the board and reads from it
+            return io.FileIO(self.fileno, closefd=False)
