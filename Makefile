@@ -19,6 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 # What programs import is compiled by importing it once: a fifth of all source, most of which nothing here uses. With
 # PYTHONDONTWRITEBYTECODE, or as a user who cannot write to the environment, every start would compile it again.
+# torch._dynamo, with sympy, is what each DistributedDataParallel imports.
 COMPILE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c
 
 .PHONY: help demo test tests lint check bytecode bench bench-faults clean system-packages
@@ -85,7 +86,7 @@ $(PIP_STAMP): | $(BIN)/python
 	@touch $@
 
 $(RUN_STAMP): $(PIP_STAMP)
-	@$(COMPILE) 'import gpuboard.board.app, asyncssh, torch.distributed.run, torch.nn.parallel, torch.optim, torch.utils.data'
+	@$(COMPILE) 'import gpuboard.board.app, asyncssh, torch.distributed.run, torch._dynamo, torch.optim, torch.utils.data'
 	@$(BIN)/python -m compileall -q gpuboard
 	@rm -f $(VENV)/.installed-run-*
 	@touch $@
