@@ -441,8 +441,10 @@ def test_ddp_trains_on_two_nodes(lab: Cluster) -> None:
     login = lab["login1"]
     words = ["gpuboard", "allocate", "--gpus", "gpu01:0@gpu02:1", "--for", "10m", "--detach", "--format", "json"]
     lease = json.loads(login.run(words, check=True).stdout)["lease"]["id"]
-    words = ["gpuboard", "launch", "--lease", lease, "--device", "cpu", str(EXAMPLES / "train_ddp.py")]
-    done = login.run([*words, "--epochs", "3", "--lr", "1e-2"], timeout=150)
+    # One thread each: both nodes are this machine.
+    words = ["gpuboard", "launch", "--lease", lease, "--device", "cpu", "--env", "OMP_NUM_THREADS=1"]
+    script = [str(EXAMPLES / "train_ddp.py"), "--epochs", "3", "--lr", "1e-2"]
+    done = login.run([*words, *script], timeout=150)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"rank 0 gpu01:0\] .*loss ([0-9.]+)", done.stdout)]
     assert len(losses) == 3
