@@ -125,7 +125,8 @@ def test_xml_that_cannot_be_read_is_asked_for_again_by_queries_without_unknown_f
     fake.lacks("memory.reserved", "remapped_rows.pending")
     with Agent(script) as agent:
         first = agent.reading()
-        assert agent.call("read") == {"seq": 2}
+        agent.call("read")  # refused after 10 s, which a busy machine may need; what it asked for goes on
+        until(lambda: len(fake.calls()) == 8, "the second reading")
     assert [(gpu.memory_used, gpu.processes) for gpu in first.gpus] == [(0, []), (1204 * 2**20, None)]
     words = [call.split(",")[0] for call in fake.calls()]
     query, apps = "--query-gpu=index", "--query-compute-apps=gpu_uuid"
