@@ -21,8 +21,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # PYTHONDONTWRITEBYTECODE, or as a user who cannot write to the environment, every start would compile it again.
 # torch._dynamo, with sympy, is what each DistributedDataParallel imports.
 COMPILE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c
+# Tests mostly wait, so files run in parallel; each worker has its own test nodes.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test tests lint check bytecode bench bench-faults clean system-packages
+.PHONY: help demo test suite tests lint bytecode bench bench-faults clean system-packages
 
 help:
 	@echo "make demo    set up, then run the workflow on simulated nodes: reserve, train with DDP, release; then the board"
@@ -35,18 +37,16 @@ help:
 demo: $(RUN_STAMP)
 	@$(BIN)/gpuboard demo
 
-# apt, pip and compiling at the same time, once there is an interpreter (which may need apt itself).
+# apt, pip and compiling at the same time, once there is an interpreter (which may need apt itself). mypy takes half a
+# minute on one processor: lint runs beside apt and the tests.
 test: $(BIN)/python
-	@$(MAKE) --no-print-directory -j3 system-packages $(RUN_STAMP) $(DEV_STAMP)
-	@$(MAKE) --no-print-directory check
+	@$(MAKE) --no-print-directory -j4 lint suite
 
-# mypy takes half a minute on one processor: tests run beside it.
-check: $(RUN_STAMP) $(DEV_STAMP)
-	@$(MAKE) --no-print-directory -j2 lint tests
+suite: system-packages bytecode
+	$(PYTEST)
 
-# Tests mostly wait, so files run in parallel; each worker has its own test nodes.
 tests: bytecode
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 # Compiles the tests once; else every worker would at its start. pytest reports what fails here.
 bytecode: $(RUN_STAMP) $(DEV_STAMP)
