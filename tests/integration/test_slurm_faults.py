@@ -131,8 +131,12 @@ def test_a_restart_of_the_controller_is_hardly_noticed(slurm: SlurmCluster) -> N
         watch.until(lambda line: all_states(line) == BEFORE, "Slurm and the nodes are read")
         slurm.controller("restart")
         later = slurm.submit(["--gres=gpu:1", "-w", "gpu02", *SLEEP], user="bob", running=True)
-        seen = watch.until(lambda line: all_states(line)[1] == "afffffff", "what came after the restart is seen")
-        assert [job["id"] for job in gpus(seen, "gpu02")[0]["jobs"]] == [str(later)]
+
+        def sees_it(line: Status) -> bool:  # Slurm is asked for nodes and for jobs one after the other
+            jobs = [job["id"] for job in gpus(line, "gpu02")[0]["jobs"]] if all_states(line)[1] == "afffffff" else []
+            return jobs == [str(later)]
+
+        watch.until(sees_it, "what came after the restart is seen")
         assert {all_states(line)[0][:2] for line in watch.lines[1:] if len(all_states(line)[0]) == 8} <= {"aa", "uu"}
 
 
