@@ -28,10 +28,12 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 pytest_plugins = ["tests.integration.here"]  # the fixture `here`
-LONGEST = """
-    test_slurm_faults_jobs.py test_transport_conformance.py test_launch_nodes.py test_slurm_inside.py test_srun.py
-    test_keeper_folder.py test_slurm_keeper.py test_slurm_faults.py test_stalls.py
-"""  # files of two to four minutes, which mostly wait
+FIRST = """
+    test_storm.py test_slurm_faults_jobs.py test_sizes.py test_transport_conformance.py test_slurm_inside.py
+    test_dialogs_mouse.py test_launch_nodes.py test_keeper_folder.py test_screenshots.py test_slurm_keeper.py
+    test_ranks_torch.py test_srun.py test_launching.py test_slurm_faults.py test_slurm_allocate.py test_reserve.py
+    test_stalls.py
+"""  # the longest files; of those, ones that mostly wait in turn with ones that mostly compute
 UNTRIED = pytest.StashKey[list[set[str]]]()  # of each process: the board's actions that its tests did not run
 
 # pytest-xdist sets COLUMNS in its workers; programs started by tests would use it as their own width.
@@ -96,7 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Sorting by file name mixes tests that compute (of the board) with tests that wait (of nodes).
     """
-    order = ("test_storm.py", LONGEST, "board security integration", "gpu")
+    order = (*FIRST.split(), "board security integration", "gpu")
 
     def place(item: pytest.Item) -> tuple[int, str]:
         folder, name = item.path.parts[-2:]

@@ -37,7 +37,7 @@ def ranks(out: str) -> list[str]:
 @pytest.mark.torch
 def test_the_example_trains_on_two_nodes(lab: Lab) -> None:
     lab.login.run(["cp", "-r", str(EXAMPLES), "examples"], check=True)
-    options = ["--gpus-per-node=1", f"--output={HOME}/out", "--export=ALL,DEVICE=cpu"]
+    options = ["--gpus-per-node=1", f"--output={HOME}/out", "--export=ALL,DEVICE=cpu,OMP_NUM_THREADS=1"]
     number = lab.slurm.submit([*options, "examples/slurm_job.sh"])
     until(lambda: lab.slurm.job(number)["JobState"] in {"COMPLETED", "FAILED"}, "the job ends", 150)
     out = lab.text("out")
