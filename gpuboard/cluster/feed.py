@@ -17,7 +17,7 @@ from gpuboard.cluster.timing import TIMING, FleetTiming
 from gpuboard.errors import ConfigError
 from gpuboard.model.gpu import GpuStatic
 from gpuboard.model.late import base_of
-from gpuboard.model.reading import Hello, Pushed, Reading, ReadingDelta, Static, applied, shared
+from gpuboard.model.reading import Hello, LateDelta, Pushed, Reading, ReadingDelta, Static, applied, shared
 from gpuboard.model.state import Thresholds, counted, narrow_links, rests_on_memory
 from gpuboard.shellprobe.connector import NodeConnector
 from gpuboard.transport import limits
@@ -47,7 +47,9 @@ def next_tick_ms(now: float, interval_s: float) -> int:
 
 
 class NodeFeed:
-    """The feed of one node. ``facts`` is replaced as a whole in the transport's thread; read it from any thread.
+    """The feed of one node. Read ``facts`` from any thread.
+
+    A delta is applied when ``facts`` are read next: where nodes send more readings than are shown, most never are.
 
     ``answer_s``: timeout of the agent's first reading, at least ``timing.first_answer_s``.
     ``changed`` is called after every change and must not block.
@@ -66,7 +68,10 @@ class NodeFeed:
         timing: FleetTiming = TIMING,
     ) -> None:
         self.node = node
-        self.facts = NodeFacts(name=node.name)
+        self._facts = NodeFacts(name=node.name)
+        # The newest delta that is not yet applied: the number of its link, it, and when it arrived.
+        self._late: tuple[int, LateDelta | ReadingDelta, float] | None = None
+        self._wrong: tuple[int, TransportError] | None = None  # why a delta of that link could not be applied
         self.link: AgentLink | ShellLink | None = None
         self.failure: TransportError | None = None  # the error of ``facts``, where that has one
         self.failed_at = 0.0  # when the last link was lost, or could not be opened
@@ -109,9 +114,18 @@ class NodeFeed:
         }
 
     @property
+    def facts(self) -> NodeFacts:
+        """What is known of the node now; replaced as a whole."""
+        if self._late is not None:
+            with self._lock:
+                self._apply()
+        return self._facts
+
+    @property
     def answered(self) -> bool:
         """Whether there is a reading or an error, or no connection to wait for."""
-        return self.facts.reading is not None or self.facts.error is not None or self.facts.closed
+        facts = self._facts  # without the lock: callers hold one of their own
+        return facts.reading is not None or facts.error is not None or facts.closed
 
     def open(self) -> None:
         """Start connecting and return; does nothing where no route is permitted. Raises ConfigError."""
@@ -131,12 +145,12 @@ class NodeFeed:
             alive = self.link is not None and self.link.over is None
             if self._routes.closed:
                 self._drop_link()
-                self.facts = msgspec.structs.replace(self.facts, closed=True, error=None)
+                self._facts = msgspec.structs.replace(self.facts, closed=True, error=None)
             elif not (alive and self._routes.permits(self._route)) and (
                 alive or new_job or self.link is None or self.facts.closed
             ):
                 self._drop_link()
-                self.facts = msgspec.structs.replace(self.facts, closed=False, error=None)
+                self._facts = msgspec.structs.replace(self.facts, closed=False, error=None)
                 self._reopen(time.monotonic())
 
     def close(self) -> None:
@@ -157,7 +171,11 @@ class NodeFeed:
         Without a route the last reading is dropped once its claims may have expired.
         """
         link = self.link
-        if link is not None and link.over is None:
+        with self._lock:
+            wrong, self._wrong = self._wrong, None
+        if link is not None and wrong is not None and wrong[0] == self._number:
+            link.drop(wrong[1])
+        elif link is not None and link.over is None:
             silence_s = max(self._timing.silence_s, 10 * (self._interval_s or 0.0))
             began = max(self._hello_at, link.connected_at or now)
             if self._waiting and now - began > self._answer_s:
@@ -172,10 +190,10 @@ class NodeFeed:
             elif self._interval_s is not None and self._routes.agent_is_due(self._route, now) and not self._waiting:
                 self._drop_link()
                 self._reopen(now)
-            facts = self.facts
+            facts = self._facts  # of a closed feed the newest; of any other a late delta may stay late
             outdated = facts.closed and facts.reading is not None and now - facts.arrived > self._timing.closed_s
             if outdated:
-                self.facts = msgspec.structs.replace(facts, reading=None, previous=None)
+                self._facts = msgspec.structs.replace(facts, reading=None, previous=None)
         if outdated:
             self._changed()
 
@@ -186,7 +204,7 @@ class NodeFeed:
         except ConfigError as error:
             self._drop_link()
             self.failure = TransportError("exited", str(error))
-            self.facts = msgspec.structs.replace(self.facts, error=str(error))
+            self._facts = msgspec.structs.replace(self.facts, error=str(error))
 
     def _open(self, now: float) -> None:
         """Open a link over the route that is next. The lock is held, here and in ``_drop_link``. Raises ConfigError."""
@@ -231,83 +249,101 @@ class NodeFeed:
             self.link = None
 
     def _message(self, number: int, message: Pushed) -> None:
-        if type(message) is ReadingDelta or type(message) is Reading:  # nearly all; isinstance costs more
-            self._reading(number, message)
+        if isinstance(message, (LateDelta, ReadingDelta)):  # nearly all
+            self._delta(number, message)
             return
         listed = 0
         with self._lock:
             if number != self._number:
                 return  # from an earlier link
-            if isinstance(message, Static):
+            if isinstance(message, Reading):
+                self._apply()
+                self._whole = (number, message.seq)
+                self._waiting = False
+                self._take(shared(message, self._facts.reading), time.monotonic())
+            elif isinstance(message, Static):
                 known = {gpu.uuid: gpu for gpu in map(inert_static, message.gpus)}
                 if not self._replace_known:
                     before = self.facts.known
                     known = (_without_replaced(before, known) if self._rebooted else before) | known
                 self._replace_known = self._rebooted = False
-                self.facts = msgspec.structs.replace(self.facts, static=message, known=known)
+                self._facts = msgspec.structs.replace(self.facts, static=message, known=known)
                 listed = len(known)
             elif isinstance(message, Hello):
                 if self.facts.hello is not None and self.facts.hello.boot_id != message.boot_id:
                     self._widths, self._widest = [], {}  # cards may have moved to other slots
                     self._rebooted = True
-                self.facts = msgspec.structs.replace(self.facts, hello=message)
+                self._facts = msgspec.structs.replace(self.facts, hello=message)
                 self._replace_known = message.job is not None
                 self._hello_at = time.monotonic()
                 self.tick()
+        if isinstance(message, Reading):
+            self._changed()
         if listed > limits.GPUS:
             raise limits.Exceeded(f"listed {listed} different GPUs so far; at most {limits.GPUS} are accepted")
 
-    def _reading(self, number: int, message: Reading | ReadingDelta) -> None:
-        now = time.monotonic()
+    def _delta(self, number: int, delta: LateDelta | ReadingDelta) -> None:
         with self._lock:
             if number != self._number:
                 return
             self._waiting = False
-            old = self.facts
-            if isinstance(message, ReadingDelta):
-                reading = self._applied(message)
-            else:
-                reading = shared(message, old.reading)
-                self._whole = (number, message.seq)
-            steady = old.reading is not None and base_of(reading.gpus) is base_of(old.reading.gpus)
-            if not steady or self._rests_on_memory:
-                thresholds = self._thresholds
-                self._busy = [gpu.uuid for gpu in reading.gpus if gpu.processes is None or counted(gpu, thresholds)]
-                self._rests_on_memory = any(rests_on_memory(gpu, thresholds) for gpu in reading.gpus)
-                for gpu in reading.gpus:
-                    self._last_busy.setdefault(gpu.uuid, now)
-                widths = [(gpu.uuid, gpu.pcie_width) for gpu in reading.gpus if gpu.uuid in old.known]
-                if widths != self._widths:
-                    self._widths = widths
-                    self._widest |= {uuid: max(self._widest.get(uuid, 0), width or 0) for uuid, width in widths}
-                    self._narrow = narrow_links(old.known.values(), reading.gpus, self._widest)
-            self._last_busy |= dict.fromkeys(self._busy, now)
-            if len(self._last_busy) > _LAST_BUSY:
-                self._last_busy = {gpu.uuid: self._last_busy.get(gpu.uuid, now) for gpu in reading.gpus}
-            if reading.claims_error is None and (reading.claims or self._held):
-                held = frozenset((claim.uuid, claim.lease) for claim in reading.claims if claim.state == "live")
-                self._last_busy |= dict.fromkeys((uuid for uuid, _ in held - self._held), now)
-                self._held = held
-            followed = now - old.arrived <= self._thresholds.stale_min_s + reading.interval_s
-            self.facts = NodeFacts(
-                name=old.name,
-                hello=old.hello,
-                static=old.static,
-                known=old.known,
-                reading=reading,
-                previous=old.reading if followed else None,
-                arrived=now,
-                last_busy=self._last_busy,
-                narrow=self._narrow,
-            )
+            self._late = number, delta, time.monotonic()
+            if self._interval_s is None or self._rests_on_memory:  # its numbers decide whether GPUs were in use
+                self._apply()
+                if self._wrong is not None:
+                    raise self._wrong[1]
         self._changed()
 
-    def _applied(self, delta: ReadingDelta) -> Reading:
-        """Return the reading that a delta describes. Raises limits.Exceeded for one that fits no earlier reading."""
-        old = self.facts.reading
-        if old is None or self._whole != (self._number, delta.of) or len(old.gpus) != len(delta.gpus):
-            raise limits.Exceeded(f"sent changes to reading {delta.of}, which is not its last one")
-        return applied(delta, old)
+    def _apply(self) -> None:
+        """Apply the newest delta. The lock is held, here and in ``_take``."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        number, message, arrived = late
+        reading = self._facts.reading
+        try:
+            delta = message.decode() if isinstance(message, LateDelta) else message
+            if reading is None or self._whole != (number, delta.of) or len(reading.gpus) != len(delta.gpus):
+                raise limits.Exceeded(f"sent changes to reading {delta.of}, which is not its last one")
+        except TransportError as error:
+            self._wrong = number, error  # for ``check``: this may be any thread, and its caller may hold other locks
+        else:
+            self._take(applied(delta, reading), arrived)
+
+    def _take(self, reading: Reading, arrived: float) -> None:
+        """Make ``reading`` the newest."""
+        old = self._facts
+        steady = old.reading is not None and base_of(reading.gpus) is base_of(old.reading.gpus)
+        if not steady or self._rests_on_memory:
+            thresholds = self._thresholds
+            self._busy = [gpu.uuid for gpu in reading.gpus if gpu.processes is None or counted(gpu, thresholds)]
+            self._rests_on_memory = any(rests_on_memory(gpu, thresholds) for gpu in reading.gpus)
+            for gpu in reading.gpus:
+                self._last_busy.setdefault(gpu.uuid, arrived)
+            widths = [(gpu.uuid, gpu.pcie_width) for gpu in reading.gpus if gpu.uuid in old.known]
+            if widths != self._widths:
+                self._widths = widths
+                self._widest |= {uuid: max(self._widest.get(uuid, 0), width or 0) for uuid, width in widths}
+                self._narrow = narrow_links(old.known.values(), reading.gpus, self._widest)
+        self._last_busy |= dict.fromkeys(self._busy, arrived)
+        if len(self._last_busy) > _LAST_BUSY:
+            self._last_busy = {gpu.uuid: self._last_busy.get(gpu.uuid, arrived) for gpu in reading.gpus}
+        if reading.claims_error is None and (reading.claims or self._held):
+            held = frozenset((claim.uuid, claim.lease) for claim in reading.claims if claim.state == "live")
+            self._last_busy |= dict.fromkeys((uuid for uuid, _ in held - self._held), arrived)
+            self._held = held
+        followed = arrived - old.arrived <= self._thresholds.stale_min_s + reading.interval_s
+        self._facts = NodeFacts(
+            name=old.name,
+            hello=old.hello,
+            static=old.static,
+            known=old.known,
+            reading=reading,
+            previous=old.reading if followed else None,
+            arrived=arrived,
+            last_busy=self._last_busy,
+            narrow=self._narrow,
+        )
 
     def _ended(self, number: int, error: TransportError) -> None:
         now = time.monotonic()
@@ -325,12 +361,12 @@ class NodeFeed:
                 return
             self._failures = 1 if now - self._opened_at > self._timing.steady_s else self._failures + 1
             if error.kind == "limits":  # distrust everything that it has sent
-                self.facts = NodeFacts(name=self.node.name)
+                self._facts, self._late = NodeFacts(name=self.node.name), None
                 self._last_busy, self._held = {}, frozenset()
             if self._routes.closed:  # the only route ended with its job
-                self.facts = msgspec.structs.replace(self.facts, closed=True, error=None)
+                self._facts = msgspec.structs.replace(self.facts, closed=True, error=None)
             else:
-                self.facts = msgspec.structs.replace(self.facts, error=str(error))
+                self._facts = msgspec.structs.replace(self.facts, error=str(error))
             if self._interval_s is not None and not self._routes.closed:
                 self.retry_at = now + (
                     backoff_s(self._failures, error.kind, self._timing) if wait_s is None else wait_s

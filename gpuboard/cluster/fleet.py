@@ -114,7 +114,11 @@ class Fleet:
     @property
     def facts(self) -> list[NodeFacts]:
         """What the feeds know of their nodes now, in the order given."""
-        return [feed.facts for feed in self._feeds.values()]
+        found = []
+        for feed in self._feeds.values():
+            self._make_way()
+            found.append(feed.facts)
+        return found
 
     @property
     def failures(self) -> dict[str, TransportError]:

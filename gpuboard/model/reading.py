@@ -126,6 +126,20 @@ class ReadingDelta(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="de
     net_sent: Number | None = None
 
 
+class LateDelta:
+    """A delta as it arrived: most of a large cluster's are never looked at, so they are decoded late."""
+
+    __slots__ = ("_decode", "_line")
+
+    def __init__(self, line: bytes, decode: Callable[[bytes], ReadingDelta]) -> None:
+        self._line = line
+        self._decode = decode
+
+    def decode(self) -> ReadingDelta:
+        """Return the delta. Raises what ``decode`` does."""
+        return self._decode(self._line)
+
+
 def applied(delta: ReadingDelta, old: Reading) -> Reading:
     """Return the reading that a delta describes; ``old`` is of the same connection, and has as many GPUs."""
     base, numbers = base_of(old.gpus), delta.gpus
@@ -232,5 +246,5 @@ class Event(msgspec.Struct, frozen=True, gc=False, tag_field="t", tag="event"):
     data: msgspec.Raw = msgspec.Raw(b"null")
 
 
-Pushed = Hello | Static | Reading | ReadingDelta | Event  # sent without a call
-Message = Pushed | Reply
+Pushed = Hello | Static | Reading | ReadingDelta | LateDelta | Event  # sent without a call
+Message = Hello | Static | Reading | ReadingDelta | Event | Reply  # what a line is decoded into

@@ -18,7 +18,7 @@ import msgspec
 
 from gpuboard.model import replies
 from gpuboard.model.decoding import json_decoder
-from gpuboard.model.reading import Event, Hello, Message, Pushed, ReadingDelta, Reply
+from gpuboard.model.reading import Event, Hello, LateDelta, Message, Pushed, ReadingDelta, Reply
 from gpuboard.model.text import clean
 from gpuboard.transport import limits
 from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportError
@@ -26,8 +26,10 @@ from gpuboard.transport.base import CallFailed, Channel, LinkLost, TransportErro
 NOISE_LIMIT = 64 * 1024  # bytes of shell start-up files' output before the hello
 LINE_LIMIT = 4 * 1024 * 1024  # bytes of one protocol line
 _STDERR_KEPT = 65536
+_LATE = 8192  # bytes of the longest delta that is decoded late; it takes memory until then
 
 T = TypeVar("T")
+M = TypeVar("M", Message, ReadingDelta)
 Listener = Callable[[Pushed], None]
 
 _decoder = json_decoder(Message)
@@ -223,7 +225,7 @@ class AgentLink(Link):
         """Handle bytes from the transport."""
         try:
             self._received(data)
-        except limits.Exceeded as error:
+        except TransportError as error:  # also what the listener raises
             self.drop(error)
 
     def _received(self, data: bytes) -> None:
@@ -292,36 +294,44 @@ class AgentLink(Link):
                 return
             line = line[at:]
         if len(line) > LINE_LIMIT:
-            self._malformed(f"a line of {len(line)} bytes")
+            raise self._malformed(f"a line of {len(line)} bytes")
+        if line.startswith(self._delta) and len(line) <= _LATE and self._budget is not None and self.hello is not None:
+            self.last_line = time.monotonic()
+            self._spend(limits.DECODED)
+            self._listener(LateDelta(line, self._delta_of))
             return
-        body = memoryview(line)[len(self._prefix) :]
-        decoder: Any = _delta_decoder if line.startswith(self._delta) else _decoder
-        try:
-            if self._budget is not None:
-                limits.check_line(body)
-            message = decoder.decode(body)
-            if self._budget is not None:
-                limits.check_message(message, len(line))
-        except msgspec.DecodeError as error:
-            self._malformed(clean(str(error), 200))
-            return
-        except (RecursionError, UnicodeDecodeError) as error:
-            self._malformed(type(error).__name__)
-            return
+        message = self._decoded(line, _decoder.decode)
         self.last_line = time.monotonic()
-        kind = type(message)
-        if (self.hello is None) != (kind is Hello) and kind is not Event:
-            self._malformed("a second hello" if kind is Hello else "the first message is not a hello")
-            return
-        if kind is Reply:
+        greets = isinstance(message, Hello)
+        if (self.hello is None) != greets and not isinstance(message, Event):
+            raise self._malformed("a second hello" if greets else "the first message is not a hello")
+        if isinstance(message, Reply):
             self._reply(message)
             return
         self._spend(limits.DECODED)
-        if kind is Hello:
+        if isinstance(message, Hello):
             self.hello = message
-        elif kind is Event and message.kind == "stderr":
+        elif isinstance(message, Event) and message.kind == "stderr":
             self._keep_stderr(message)
         self._listener(message)
+
+    def _delta_of(self, line: bytes) -> ReadingDelta:
+        return self._decoded(line, _delta_decoder.decode)
+
+    def _decoded(self, line: bytes, decode: Callable[[memoryview], M]) -> M:
+        """Return the message of a line. Raises TransportError."""
+        body = memoryview(line)[len(self._prefix) :]
+        try:
+            if self._budget is not None:
+                limits.check_line(body)
+            message = decode(body)
+            if self._budget is not None:
+                limits.check_message(message, len(line))
+        except msgspec.DecodeError as error:
+            raise self._malformed(clean(str(error), 200)) from None
+        except (RecursionError, UnicodeDecodeError) as error:
+            raise self._malformed(type(error).__name__) from None
+        return message
 
     def _reply(self, reply: Reply) -> None:
         with self._lock:
@@ -349,16 +359,16 @@ class AgentLink(Link):
             self._noise_line = clean(line[-800:].decode("utf-8", "replace").strip(), 200) or self._noise_line
         if self._noise > NOISE_LIMIT:
             words = "the node's shell start-up files print more than 64 kB" if self.hello is None else "no frames"
-            self._malformed(words)
+            raise self._malformed(words)
 
     def _check_length(self) -> None:
         kept = len(self._buffer)
         if kept > LINE_LIMIT or (self.hello is None and kept > NOISE_LIMIT and self._buffer[:1] != b"@"):
-            self._malformed("a line without end")
+            raise self._malformed("a line without end")
 
-    def _malformed(self, words: str) -> None:
+    def _malformed(self, words: str) -> TransportError:
         remedy = "run `ssh NODE true` and see what it prints" if self.hello is None else ""
-        self.drop(TransportError("lost", f"malformed answer: {words}", remedy))
+        return TransportError("lost", f"malformed answer: {words}", remedy)
 
     def _accept(self, pending: Pending, op: str, args: dict[str, Any]) -> bytes:
         self._last_id += 1

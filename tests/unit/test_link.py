@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuboard.model.reading import Pushed, Reading, ReadingDelta
+from gpuboard.model.reading import LateDelta, Pushed, Reading
 from gpuboard.model.replies import Detail, Ends, Read, Touched
 from gpuboard.transport.base import CallFailed, LinkLost, TransportError
 from gpuboard.transport.link import LINE_LIMIT, NOISE_LIMIT, AgentLink
@@ -93,9 +93,30 @@ def test_a_delta_keeps_the_whole_reading_that_it_refers_to() -> None:
              {"t": "delta", "seq": 4, "of": 2, "at": 4.5}, {**READING, "seq": 5}]  # fmt: skip
     sent = [f"@{it.nonce}{json.dumps(line, separators=(',', ':'))}\n".encode() for line in lines]
     it.link.received(b"".join(sent[:5]))
-    assert [message.seq for message in it.messages if isinstance(message, (Reading, ReadingDelta))] == [2, 4]
+    whole, late = it.messages[1:]
+    assert isinstance(whole, Reading)
+    assert isinstance(late, LateDelta)
+    assert (whole.seq, late.decode().seq) == (2, 4)
     it.link.received(b"".join(sent[3:]))
     assert [type(message).__name__ for message in it.messages[3:]] == ["Reading"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind", "words"),
+    [
+        ({"seq": "x", "of": 2, "at": 3.5}, "lost", "malformed answer: Expected `int`"),
+        ({"seq": 3, "of": 2, "at": 3.5, "gpus": [[]] * 257}, "limits", "lists 257 GPUs"),
+    ],
+)
+def test_a_delta_is_checked_when_it_is_decoded(sent: dict[str, Any], kind: str, words: str) -> None:
+    it = Setup()
+    it.link.received(it.frame(HELLO) + it.frame(READING))
+    it.link.received(f'@{it.nonce}{{"t":"delta",{json.dumps(sent)[1:]}\n'.encode())
+    late = it.messages[-1]
+    assert isinstance(late, LateDelta)
+    with pytest.raises(TransportError, match=words) as raised:
+        late.decode()
+    assert raised.value.kind == kind
 
 
 def test_single_bytes_count_as_a_flood() -> None:
