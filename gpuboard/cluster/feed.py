@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -69,8 +70,9 @@ class NodeFeed:
     ) -> None:
         self.node = node
         self._facts = NodeFacts(name=node.name)
-        # The newest delta that is not yet applied: the number of its link, it, and when it arrived.
-        self._late: tuple[int, LateDelta | ReadingDelta, float] | None = None
+        # The last two deltas that are not applied yet, each with its link's number and when it arrived: a reading and
+        # the one before decide what is free.
+        self._late: deque[tuple[int, LateDelta | ReadingDelta, float]] = deque(maxlen=2)
         self._wrong: tuple[int, TransportError] | None = None  # why a delta of that link could not be applied
         self.link: AgentLink | ShellLink | None = None
         self.failure: TransportError | None = None  # the error of ``facts``, where that has one
@@ -116,7 +118,7 @@ class NodeFeed:
     @property
     def facts(self) -> NodeFacts:
         """What is known of the node now; replaced as a whole."""
-        if self._late is not None:
+        if self._late:
             with self._lock:
                 self._apply()
         return self._facts
@@ -286,32 +288,36 @@ class NodeFeed:
         with self._lock:
             if number != self._number:
                 return
-            self._waiting = False
-            self._late = number, delta, time.monotonic()
-            if self._interval_s is None or self._rests_on_memory:  # its numbers decide whether GPUs were in use
+            self._late.append((number, delta, time.monotonic()))
+            # Without a reading of this link it is wrong; and numbers can decide whether GPUs were in use.
+            if self._whole[0] != number or self._interval_s is None or self._rests_on_memory:
                 self._apply()
-                if self._wrong is not None:
+                if self._wrong is not None and self._wrong[0] == number:
                     raise self._wrong[1]
         self._changed()
 
     def _apply(self) -> None:
-        """Apply the newest delta. The lock is held, here and in ``_take``."""
-        late, self._late = self._late, None
-        if late is None:
-            return
-        number, message, arrived = late
-        reading = self._facts.reading
+        """Apply the newest deltas. The lock is held, here and in ``_take``."""
+        late = list(self._late)
+        self._late.clear()
         try:
-            delta = message.decode() if isinstance(message, LateDelta) else message
-            if reading is None or self._whole != (number, delta.of) or len(reading.gpus) != len(delta.gpus):
-                raise limits.Exceeded(f"sent changes to reading {delta.of}, which is not its last one")
+            readings = [(self._applied(number, delta), arrived) for number, delta, arrived in late]
         except TransportError as error:
-            self._wrong = number, error  # for ``check``: this may be any thread, and its caller may hold other locks
-        else:
-            self._take(applied(delta, reading), arrived)
+            self._wrong = late[0][0], error  # ``check`` ends the link: callers here may hold other locks
+            return
+        if readings:
+            self._take(*readings[-1], readings[0] if len(readings) > 1 else None)
 
-    def _take(self, reading: Reading, arrived: float) -> None:
-        """Make ``reading`` the newest."""
+    def _applied(self, number: int, message: LateDelta | ReadingDelta) -> Reading:
+        """Return the reading that a delta describes. Raises TransportError for one that fits no earlier reading."""
+        reading = self._facts.reading
+        delta = message.decode() if isinstance(message, LateDelta) else message
+        if reading is None or self._whole != (number, delta.of) or len(reading.gpus) != len(delta.gpus):
+            raise limits.Exceeded(f"sent changes to reading {delta.of}, which is not its last one")
+        return applied(delta, reading)
+
+    def _take(self, reading: Reading, arrived: float, before: tuple[Reading, float] | None = None) -> None:
+        """Make ``reading`` the newest. ``before``: the one before and when it arrived, if it was never the newest."""
         old = self._facts
         steady = old.reading is not None and base_of(reading.gpus) is base_of(old.reading.gpus)
         if not steady or self._rests_on_memory:
@@ -332,14 +338,15 @@ class NodeFeed:
             held = frozenset((claim.uuid, claim.lease) for claim in reading.claims if claim.state == "live")
             self._last_busy |= dict.fromkeys((uuid for uuid, _ in held - self._held), arrived)
             self._held = held
-        followed = arrived - old.arrived <= self._thresholds.stale_min_s + reading.interval_s
+        previous, previously = before or (old.reading, old.arrived)
+        followed = arrived - previously <= self._thresholds.stale_min_s + reading.interval_s
         self._facts = NodeFacts(
             name=old.name,
             hello=old.hello,
             static=old.static,
             known=old.known,
             reading=reading,
-            previous=old.reading if followed else None,
+            previous=previous if followed else None,
             arrived=arrived,
             last_busy=self._last_busy,
             narrow=self._narrow,
@@ -361,7 +368,8 @@ class NodeFeed:
                 return
             self._failures = 1 if now - self._opened_at > self._timing.steady_s else self._failures + 1
             if error.kind == "limits":  # distrust everything that it has sent
-                self._facts, self._late = NodeFacts(name=self.node.name), None
+                self._facts = NodeFacts(name=self.node.name)
+                self._late.clear()
                 self._last_busy, self._held = {}, frozenset()
             if self._routes.closed:  # the only route ended with its job
                 self._facts = msgspec.structs.replace(self.facts, closed=True, error=None)
