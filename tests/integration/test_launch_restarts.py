@@ -25,7 +25,8 @@ if attempt == 0:
         while not os.path.exists("saved"):
             time.sleep(0.02)
         raise ValueError("as planned")
-    open("saved", "w").write("step 41")
+    Path("saving").write_text("step 41")
+    os.replace("saving", "saved")  # never seen without its content
     time.sleep(600)
 command = Path("/proc", Path("helper").read_text(), "cmdline")
 print("from", open("saved").read(), command.read_text() if command.exists() else "")
