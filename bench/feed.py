@@ -159,7 +159,10 @@ def server(folder: Path, names: list[str]) -> Iterator[Sshd]:
 
 
 def feed_client(names: list[str], ssh_config: str, seconds: float, transport: str) -> None:
-    """Keep a fleet open; measure its readings alone, then with a snapshot for every change."""
+    """Keep a fleet open; measure its readings alone, then with a snapshot for every change.
+
+    Readings alone are looked at, too: a feed decodes only what is.
+    """
     settings = Settings(ssh_config=ssh_config, python=sys.executable, connect_timeout="2m", transport=transport)
     fleet = Fleet([Node(name, name) for name in names], settings, interval_s=1.0, one_shot=False)
     fleet.start()
@@ -172,14 +175,14 @@ def feed_client(names: list[str], ssh_config: str, seconds: float, transport: st
     def polls() -> int:
         return sum(feed.facts.reading.seq for feed in fleet._feeds.values() if feed.facts.reading is not None)
 
-    def watch() -> None:
+    def watch(look: Callable[[], object]) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if fleet.wait_change(1.0):
-                fleet.snapshot()
+                look()
 
-    alone = measure(polls, lambda: time.sleep(seconds))
-    watched = measure(polls, watch)
+    alone = measure(polls, lambda: watch(lambda: fleet.facts))
+    watched = measure(polls, lambda: watch(fleet.snapshot))
     print(json.dumps({"ms": alone, "watched_ms": watched, "mib": rss_mib()}))
     fleet.close()
 
