@@ -324,8 +324,15 @@ def test_before_a_release_the_node_of_a_noted_run_is_asked_for_its_end(here: Her
             done.stderr,
         )
         sshd.start()
-        done = here.run("release", ended, gone)
-        assert (done.returncode, done.stderr) == (0, "")
+
+        def released() -> bool:
+            done = here.run("release", ended, gone)
+            if "no answer within 5 s" in done.stderr:  # on a busy machine
+                return False
+            assert (done.returncode, done.stderr) == (0, "")
+            return True
+
+        until(released, "both leases are released")
         assert not list(here.needs_claims().glob("gpuboard.*.*"))
     finally:
         sshd.stop()
