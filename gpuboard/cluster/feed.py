@@ -192,7 +192,7 @@ class NodeFeed:
             elif self._interval_s is not None and self._routes.agent_is_due(self._route, now) and not self._waiting:
                 self._drop_link()
                 self._reopen(now)
-            facts = self._facts  # of a closed feed the newest; of any other a late delta may stay late
+            facts = self._facts  # ``self.facts`` would apply every feed's deltas; a closed one has none left
             outdated = facts.closed and facts.reading is not None and now - facts.arrived > self._timing.closed_s
             if outdated:
                 self._facts = msgspec.structs.replace(facts, reading=None, previous=None)
@@ -254,16 +254,14 @@ class NodeFeed:
         if isinstance(message, (LateDelta, ReadingDelta)):  # nearly all
             self._delta(number, message)
             return
+        if isinstance(message, Reading):
+            self._reading(number, message)
+            return
         listed = 0
         with self._lock:
             if number != self._number:
                 return  # from an earlier link
-            if isinstance(message, Reading):
-                self._apply()
-                self._whole = (number, message.seq)
-                self._waiting = False
-                self._take(shared(message, self._facts.reading), time.monotonic())
-            elif isinstance(message, Static):
+            if isinstance(message, Static):
                 known = {gpu.uuid: gpu for gpu in map(inert_static, message.gpus)}
                 if not self._replace_known:
                     before = self.facts.known
@@ -279,10 +277,18 @@ class NodeFeed:
                 self._replace_known = message.job is not None
                 self._hello_at = time.monotonic()
                 self.tick()
-        if isinstance(message, Reading):
-            self._changed()
         if listed > limits.GPUS:
             raise limits.Exceeded(f"listed {listed} different GPUs so far; at most {limits.GPUS} are accepted")
+
+    def _reading(self, number: int, reading: Reading) -> None:
+        with self._lock:
+            if number != self._number:
+                return
+            self._apply()
+            self._whole = (number, reading.seq)
+            self._waiting = False
+            self._take(shared(reading, self._facts.reading), time.monotonic())
+        self._changed()
 
     def _delta(self, number: int, delta: LateDelta | ReadingDelta) -> None:
         with self._lock:
