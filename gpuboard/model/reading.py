@@ -188,6 +188,14 @@ def numbers_of(gpus: Sequence[T]) -> Sequence[T | GpuReading | GpuNumbers]:
     return gpus.numbers if isinstance(gpus, _MovedGpus) else gpus
 
 
+def without_details(gpus: Sequence[T], place: int) -> T:
+    """Return a GPU of a reading; details that are not decoded are left out: its state does not depend on them."""
+    if isinstance(gpus, _MovedGpus):
+        numbers = gpus.numbers[place]
+        return _moved(gpus.base[place], numbers, _NO_DETAILS) if isinstance(numbers, GpuNumbers) else numbers
+    return gpus[place]
+
+
 def _moved(gpu: GpuReading, numbers: GpuReading | GpuNumbers, details: GpuReading | GpuDetails) -> GpuReading:
     """Return a GPU's reading with other numbers."""
     return replace(

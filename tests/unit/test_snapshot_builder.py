@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuboard.board.history.records import sample
+from gpuboard.board.history.records import keys, sample
 from gpuboard.cluster.snapshot.builder import SnapshotBuilder
 from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, View, inert_static, node_claims
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, Process, Sensors, Xid
@@ -225,7 +225,8 @@ def test_later_snapshots_equal_those_of_a_new_builder(data: st.DataObject, one_s
             seen[gpu.uuid] = gpu
         assert [builder.claims(node, USERS) for node in history.nodes] == [node_claims(n, USERS) for n in history.nodes]
     for found, expected in unread:  # their numbers are put in now, after all later readings
-        assert sample(found.nodes, {}, 0.0) == sample(expected.nodes, {}, 0.0)
+        columns = {key: number for number, key in enumerate(keys(expected.nodes))}
+        assert sample(found.nodes, columns, 0.0) == sample(expected.nodes, columns, 0.0)
         assert found == expected
 
 

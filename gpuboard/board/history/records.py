@@ -6,7 +6,7 @@ plane is too short for: columns are only added, so that old records stay as they
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from math import sqrt
 from operator import itemgetter, methodcaller
@@ -88,19 +88,16 @@ def is_current(node: NodeView, gpu: GpuView) -> bool:
     return node.state == "up" and gpu.error is None and gpu.delay_s <= _DELAY_S
 
 
-def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float, *, first: bool = False) -> HistoryRecord:
-    """Return a record of nodes; adds their GPUs to ``columns``. Readings are untrusted: they are clamped.
+def sample(nodes: Sequence[NodeView], columns: Mapping[str, int], at: float, *, first: bool = False) -> HistoryRecord:
+    """Return a record of nodes, which all have ``columns``. Readings are untrusted: they are clamped.
 
     ``first``: of this board; which GPUs are free may not be known yet, and then is of none: the others alone would
     look like a full cluster.
     """
-    for node in nodes:
-        columns.setdefault(_NODE + node.name, len(columns))
-        for gpu in judged(node):
-            columns.setdefault(gpu.uuid, len(columns))
     utilization, memory, temperature, power, free = (bytearray(len(columns)) for _ in range(5))
     for node in nodes:
-        if node.state == "up":
+        is_up = node.state == "up"
+        if is_up:
             column = columns[_NODE + node.name]
             if node.cpu_percent is not None:
                 utilization[column] = 1 + round(min(max(node.cpu_percent, 0.0), 100.0))
@@ -116,7 +113,7 @@ def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float, *, fir
                 free[column] = 1 + round(PARTS * sum(one.state == "free" for one in gpu.mig) / len(gpu.mig))
             elif gpu.state != "unknown":
                 free[column] = 1 + PARTS if gpu.state == "free" else 1
-            if not is_current(node, gpu):
+            if not is_up or gpu.error is not None or gpu.delay_s > _DELAY_S:  # ``is_current``, without its call
                 continue
             used, total, watts = new.memory_used, gpu.memory_total, new.power
             if (percent := new.utilization) is not None:
@@ -135,9 +132,14 @@ def sample(nodes: Sequence[NodeView], columns: dict[str, int], at: float, *, fir
     return HistoryRecord(at, (shared, shared, bytes(memory), bytes(temperature), bytes(power), bytes(free)))
 
 
-def keys(nodes: Iterable[NodeView]) -> set[str]:
-    """Return the columns that nodes and their GPUs have."""
-    return {key for node in nodes for key in (_NODE + node.name, *(gpu.uuid for gpu in judged(node)))}
+def keys(nodes: Iterable[NodeView]) -> dict[str, int]:
+    """Return the keys of columns that nodes and their GPUs have, and how many MIG devices each has."""
+    found = {}
+    for node in nodes:
+        found[_NODE + node.name] = 0
+        for gpu in judged(node):
+            found[gpu.uuid] = len(gpu.mig)
+    return found
 
 
 def host_key(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from gpuboard.board.history.activity import ActivityHistory
@@ -37,7 +38,7 @@ from gpuboard.board.history.records import (
     sample,
     select,
 )
-from gpuboard.model.snapshot import Snapshot, judged
+from gpuboard.model.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -227,16 +228,18 @@ class History:
         self._close(now)
         own = keys(snapshot.nodes)
         if len(self.past.columns) > _SPARE + 2 * len(own) + len(self._loaded):
-            self.past = only(self.past, own | self._loaded)
+            self.past = only(self.past, own.keys() | self._loaded)
             self._changes += 1
-        records, columns = self.past.records, dict(self.past.columns)
+        records, columns = self.past
+        if not own.keys() <= columns.keys():
+            added = [key for key in own if key not in columns]
+            columns = columns | {key: number for number, key in enumerate(added, len(columns))}
         new = sample(snapshot.nodes, columns, now, first=not self._own)
         newest = tuple(one for one in records[0] if one.at > now - FIVE_MINUTES.seconds)
         self.past = Past(((*newest, new), *records[1:]), columns)
-        seen = {gpu.uuid: len(gpu.mig) for node in snapshot.nodes for gpu in judged(node)}
-        devices = {uuid: count for uuid, count in (self._devices | seen).items() if count}
-        if devices != self._devices or not own <= self._own:
-            self._own |= own
+        devices = dict(filter(itemgetter(1), (self._devices | own).items()))
+        if devices != self._devices or not own.keys() <= self._own:
+            self._own = self._own.union(own)
             self._devices = devices
             self._totals = {}
         gpus = sum(len(node.gpus) for node in snapshot.nodes)

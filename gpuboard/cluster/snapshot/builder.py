@@ -34,7 +34,7 @@ from gpuboard.cluster.snapshot.views import (
 )
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load
 from gpuboard.model.late import base_of
-from gpuboard.model.reading import Claim, GpuNumbers, Reading, numbers_of
+from gpuboard.model.reading import Claim, GpuNumbers, Reading, numbers_of, without_details
 from gpuboard.model.snapshot import GpuValues, GpuView, MovedGpus, NodeView, Snapshot
 from gpuboard.model.state import Thresholds, claims_words, counted, rests_on_memory, unused
 from gpuboard.model.text import clean
@@ -212,6 +212,7 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
     now, before = _aligned(reading, memo.uuids), _aligned(None if followed else previous, memo.uuids)
     memo.base = base_of(reading.gpus) if reading is not None and now is reading.gpus else None
     again: dict[int, GpuView] = {}  # judged now, by their places
+    whole: dict[int, GpuView] = {}  # … from all that was read of them
     newest = zip(base_of(now), numbers_of(now), strict=True)
     earlier = zip(base_of(before), numbers_of(before), strict=True)
     for place, (uuid, last, one, another) in enumerate(zip(memo.uuids, memo.gpus, newest, earlier, strict=True)):
@@ -226,15 +227,21 @@ def _gpus(memo: _NodeMemo, facts: NodeFacts, held: Held, same_leases: bool, view
         ):
             last.claims, last.base = claims, one[0]
         else:
-            readings = (now[place], _aligned(previous, memo.uuids)[place])
-            made = again[place] = gpu_view(memo.order[place], readings, facts, held, view)
-            memo.gpus[place] = _gpu_memo(readings, facts, claims, made, view)
+            static = memo.order[place]
+            more = one[0] is not None and _is_more_than_numbers(one[0], static, limits)
+            later = isinstance(one[1], GpuNumbers) and not more
+            gpu = without_details(now, place) if later else now[place]
+            readings = (gpu, without_details(_aligned(previous, memo.uuids), place))
+            made = again[place] = gpu_view(static, readings, facts, held, view)
+            if not later:
+                whole[place] = made
+            memo.gpus[place] = None if more else _gpu_memo(readings, facts, claims, made, view)
     if again:
         memo.judged = [again.get(place, old) for place, old in enumerate(memo.judged or again.values())]
         memo.note()
-    if reading is None or len(again) == len(now):
+    if reading is None or len(whole) == len(now):
         return memo.judged
-    numbers = [again.get(place) or gpu or memo.judged[place] for place, gpu in enumerate(numbers_of(now))]
+    numbers = [whole.get(place) or gpu or memo.judged[place] for place, gpu in enumerate(numbers_of(now))]
     return _with_later_numbers(memo, numbers, on_gpus, reading, view)
 
 
@@ -350,6 +357,11 @@ def _decides_the_same(
     return (base is last.base or _gpu_without_numbers(base) == last.stable) and _is_quiet(gpu, last, limits)
 
 
+def _is_more_than_numbers(gpu: GpuReading, static: GpuStatic, limits: Thresholds) -> bool:
+    """Return whether ages, MIG devices or processes of unknown memory change a GPU's view: rare."""
+    return bool(gpu.delay_s or gpu.xids) or static.mig is not None or rests_on_memory(gpu, limits)
+
+
 def _is_quiet(gpu: GpuReading | GpuNumbers, last: _GpuMemo, limits: Thresholds) -> bool:
     """Return whether memory and utilization decide nothing: something else does, or they are as of an idle GPU."""
     memory, utilization = gpu.memory_used, gpu.utilization
@@ -406,8 +418,8 @@ def _gpu_memo(
 ) -> _GpuMemo | None:
     """Return what the next view of a GPU can be made from; None where the GPU must be judged again."""
     gpu, before = readings
-    if gpu is None or gpu.delay_s or gpu.xids or "mig" in made.flags or rests_on_memory(gpu, view.thresholds):
-        return None  # ages, MIG devices and processes of unknown memory are more than numbers, and rare
+    if gpu is None:
+        return None
     in_use = bool(counted(gpu, view.thresholds))
     is_unused = unused(idle_for_s(made.uuid, facts, view), view.thresholds)
     memo = _GpuMemo(
