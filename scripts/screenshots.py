@@ -27,6 +27,7 @@ from gpuboard.agent.simulate.gpus import Simulated
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.dialogs.launch_process import LaunchForm
+from gpuboard.board.history import History
 from gpuboard.board.scene import Scene
 from gpuboard.board.terminal.screenshot import plain
 from gpuboard.cli.setup import demo_board
@@ -111,49 +112,38 @@ class Book(ClusterRunbook):
         ]
 
 
-class Still(Core):
+class Story:
     """The demo's cluster at one moment of its story, with the minutes before it; worked out instead of watched."""
 
-    def __init__(self, settings: Settings, env: Mapping[str, str], clock: Clock) -> None:
-        nodes = living_nodes("/var/tmp", epoch=_EPOCH, cluster="demo")
-        super().__init__(nodes, settings, env)
-        self.runbook = Book(env, settings, self.nodes, self.fleet.permitted)
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self.nodes = living_nodes("/var/tmp", epoch=_EPOCH, cluster="demo")
+        self.history = History()
         self._clock = clock
-        self._probes = {node.name: Simulated(node.simulate or {}, node.name) for node in nodes}
+        self._thresholds = settings.state.thresholds()
+        self._probes = {node.name: Simulated(node.simulate or {}, node.name) for node in self.nodes}
         self._known: dict[str, Static] = {
             name: Static(msgspec.convert(probe.statics(), list[GpuStatic]), "simulated", None, "simulated")
             for name, probe in self._probes.items()
         }
         self._facts = {name: self._at_first(name) for name in self._probes}
-        self._scene: Scene | None = None
-
-    def start(self, changed: Callable[[Scene], object]) -> None:
-        """Go through the minutes before the moment, and show it."""
+        builder = SnapshotBuilder()
         for second in range(_WATCHED_S, -1, -1):
-            shown = self._look(_T - second)
+            shown = self._look(builder, _T - second)
             self.history.add(shown, _T - second)
         claims = {name: node_claims(facts, {}) for name, facts in self._facts.items()}
         unread = [node.name for node in shown.nodes if node.state != "up"]
         read = {name: found for name, found in claims.items() if name not in unread}
         uids = dict.fromkeys(self._probes, uid(_VIEWER))
-        leases = leases_of(read, slots(shown.nodes), self._clock(), uids=uids)
-        found = LeaseList(schema=1, at=iso(self._clock()), leases=leases, unread=unread)
-        self._scene = Scene(shown, found, uids=uids)
-        changed(self._scene)
-
-    def scene(self) -> Scene:
-        """Return the scene that is shown."""
-        assert self._scene is not None
-        return self._scene
+        leases = leases_of(read, slots(shown.nodes), clock(), uids=uids)
+        self.scene = Scene(shown, LeaseList(schema=1, at=iso(clock()), leases=leases, unread=unread), uids=uids)
 
     def _at_first(self, name: str) -> NodeFacts:
         hello = Hello(name, "simulated", uid(_VIEWER), _VIEWER, 4100, "3.9.18", ["192.0.2.1"])
         known = {gpu.uuid: gpu for gpu in map(inert_static, self._known[name].gpus)}
         return NodeFacts(name=name, hello=hello, static=self._known[name], known=known)
 
-    def _look(self, t: float) -> Snapshot:
+    def _look(self, builder: SnapshotBuilder, t: float) -> Snapshot:
         self._clock.now = _EPOCH + t
-        thresholds = self.settings.state.thresholds()
         for name, probe in self._probes.items():
             if any(start <= t < until for start, until in probe.script["hangs"]):
                 continue
@@ -161,15 +151,14 @@ class Still(Core):
             reading = self._reading(probe, t)
             busy = dict(old.last_busy)
             for gpu in reading.gpus:
-                if gpu.processes is None or gpu.uuid not in busy or counted(gpu, thresholds):
+                if gpu.processes is None or gpu.uuid not in busy or counted(gpu, self._thresholds):
                     busy[gpu.uuid] = t
             self._facts[name] = msgspec.structs.replace(
                 old, reading=reading, previous=old.reading, arrived=t - 0.4, last_busy=busy
             )
-        view = View(
-            now=t, at=self._clock(), cluster="demo", thresholds=thresholds, users={}, interval_s=1.0, one_shot=False
-        )
-        return SnapshotBuilder().snapshot(list(self._facts.values()), view)
+        at, limits = self._clock(), self._thresholds
+        view = View(now=t, at=at, cluster="demo", thresholds=limits, users={}, interval_s=1.0, one_shot=False)
+        return builder.snapshot(list(self._facts.values()), view)
 
     def _reading(self, probe: Simulated, t: float) -> Reading:
         values: dict[str, Any] = {
@@ -181,6 +170,24 @@ class Still(Core):
             **probe.host.reading(),
         }
         return msgspec.convert({"t": "reading", **values}, Reading)
+
+
+class Still(Core):
+    """A board's core that shows the last scene of a story."""
+
+    def __init__(self, settings: Settings, env: Mapping[str, str], story: Story) -> None:
+        super().__init__(story.nodes, settings, env)
+        self.runbook = Book(env, settings, self.nodes, self.fleet.permitted)
+        self.history = story.history
+        self._story = story
+
+    def start(self, changed: Callable[[Scene], object]) -> None:
+        """Show it."""
+        changed(self.scene())
+
+    def scene(self) -> Scene:
+        """Return the scene that is shown."""
+        return self._story.scene
 
 
 def failing_run(env: Mapping[str, str], folder: Path) -> None:
@@ -294,21 +301,21 @@ PICTURES: dict[str, tuple[Act, tuple[int, int]]] = {
 }
 
 
-def draw(name: str, env: Mapping[str, str], clock: Clock) -> str:
+def draw(name: str, env: Mapping[str, str], settings: Settings, story: Story) -> str:
     """Return a picture as SVG."""
     act, size = PICTURES[name]
     # A state folder of its own: a board saves its view half a second later, in the background.
     own = {**env, "XDG_STATE_HOME": str(Path(env["HOME"], name))}
     shutil.copytree(runs_dir(env), runs_dir(own))
 
-    async def story() -> str:
-        app = BoardApp(Still(Settings(cluster="demo", state=demo_board.STATE), own, clock))
+    async def picture() -> str:
+        app = BoardApp(Still(settings, own, story))
         async with app.run_test(size=size) as pilot:
             await act(pilot)
             await settled(pilot, "")
             return app.export_screenshot(title=f"gpuboard demo: {name}")
 
-    return plain(asyncio.run(story()))
+    return plain(asyncio.run(picture()))
 
 
 @contextmanager
@@ -339,7 +346,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             failing_run(env, folder)
         clock = Clock()
         time.time = clock  # for whoever asks in this process
-        drawn = {args.to / f"{name}.svg": draw(name, env, clock) for name in args.names or PICTURES}
+        settings = Settings(cluster="demo", state=demo_board.STATE)
+        story = Story(settings, clock)
+        drawn = {args.to / f"{name}.svg": draw(name, env, settings, story) for name in args.names or PICTURES}
     for path, svg in drawn.items():
         path.write_text(svg, encoding="utf-8")
         print(path)
