@@ -74,7 +74,9 @@ mount --bind "$root/hosts/$host/nvml" "$work/own/run/fake-nvml"
 for folder in $own; do  # /tmp last: sources of these mounts may be below it
     mount --rbind "$work/own$folder" "$folder"
 done
-ldconfig
+# ldconfig locks neither its cache nor the machine's links, and hosts start at the same time: each has its own cache.
+[ ! -d /var/cache/ldconfig ] || mount -t tmpfs tmpfs /var/cache/ldconfig
+ldconfig -X
 ip link set lo up
 echo ready
 exec "$PYTHON" -I -S -c '
