@@ -12,7 +12,7 @@ from gpuboard.cluster.snapshot.scheduler_monitor import SchedulerMonitor
 from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, inert_static
 from gpuboard.config import Settings
 from gpuboard.model.gpu import GpuReading, GpuStatic, Process
-from gpuboard.model.reading import Hello, Reading
+from gpuboard.model.reading import Hello, Reading, shared
 from gpuboard.model.schedule import Grant, Gres, Schedule, SchedulerJob, SchedulerNode, Seen
 from gpuboard.model.units import day_time
 
@@ -146,6 +146,23 @@ def test_processes_identify_a_jobs_gpus_where_indexes_do_not() -> None:
     assert seen is not None
     assert [[job.id for job in seen.gpus[uuid].jobs] for uuid in ("u0", "u1")] == [[], ["7"]]
     assert not seen.gpus["u0"].doubt
+
+
+def test_a_doubtful_node_is_rebuilt_when_more_than_numbers_has_changed() -> None:
+    counted = replace(JOB, grants=(Grant("gpu01", (Gres("h100", 1),)),))
+    join = joined(Seen(replace(SCHEDULE, jobs=(counted,)), arrived=99.0))
+    old = Reading(seq=1, at=1.0, interval_s=1.0, gpus=[GpuReading(uuid=gpu.uuid, processes=[]) for gpu in STATICS])
+    facts = replace(GPU01, reading=old)
+    first = join.of(facts)
+    hotter = replace(old, seq=2, gpus=[replace(gpu, temperature=50) for gpu in old.gpus])
+    assert join.of(replace(facts, reading=shared(hotter, old))) is first
+    process = Process(pid=1, type="compute", job="7")
+    used = replace(old, seq=3, gpus=[replace(gpu, processes=[process]) for gpu in old.gpus])
+    second = join.of(replace(facts, reading=shared(used, old)))
+    assert second is not None
+    assert second is not first
+    hello = Hello(hostname="gpu01", boot_id="", uid=1, user="", pid=1, python="", job="7")
+    assert join.of(replace(facts, reading=shared(used, old), hello=hello)) is not second
 
 
 def test_a_node_confined_to_our_jobs_gpus_shows_the_others_by_slurm() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec.structs import replace
 
 from gpuboard.cluster.snapshot import scheduler_jobs
 from gpuboard.cluster.snapshot.views import NodeFacts, Scheduled, in_order
+from gpuboard.model.gpu import GpuReading
 from gpuboard.model.late import base_of
 from gpuboard.model.schedule import Schedule, SchedulerNode, Seen
 from gpuboard.model.state import Ruling
@@ -18,9 +21,15 @@ class _Joined(msgspec.Struct, frozen=True, gc=False):
     """What was built for one node, and from what."""
 
     known: object
-    evidence: object
+    hello: object
+    gpus: object  # their processes are the evidence where the scheduler's answer is not sure
     scheduled: Scheduled
     sure: bool
+
+    def holds(self, facts: NodeFacts) -> bool:
+        """Return whether it would be built alike again."""
+        alike = self.sure or (self.hello is facts.hello and self.gpus is _base(facts))
+        return alike and self.known is facts.known
 
 
 class Join:
@@ -73,7 +82,7 @@ class Join:
     def of(self, facts: NodeFacts) -> Scheduled | None:
         """Return the scheduler's data on a node; None when the node is unknown to it."""
         joined = self._memo.get(facts.name)
-        if joined is not None and joined.known is facts.known and (joined.sure or joined.evidence is facts.reading):
+        if joined is not None and joined.holds(facts):
             return joined.scheduled
         if joined is None and self._unknown.get(facts.name, self) is facts.hello:
             return None
@@ -86,7 +95,7 @@ class Join:
 
     def _build(self, facts: NodeFacts) -> _Joined | None:
         if self._schedule is None:
-            return _Joined(facts.known, None, Scheduled(error=self._error), sure=True)
+            return _Joined(facts.known, None, None, Scheduled(error=self._error), sure=True)
         hello = facts.hello
         node = self.node(facts)
         if node is None:
@@ -113,13 +122,18 @@ class Join:
             asked=self._queried,
             jobs=self._jobs if sure else None,
         )
-        return _Joined(facts.known, facts.reading, scheduled, ruled.sure)
+        return _Joined(facts.known, hello, _base(facts), scheduled, ruled.sure)
+
+
+def _base(facts: NodeFacts) -> Sequence[GpuReading]:
+    """Return the GPUs of the newest reading; the same object while only their numbers change."""
+    return base_of(facts.reading.gpus) if facts.reading is not None else ()
 
 
 def _evidence(facts: NodeFacts) -> dict[str, set[str]]:
     """Return the numbers of the jobs whose processes run on each GPU."""
     found: dict[str, set[str]] = {}
-    for gpu in base_of(facts.reading.gpus) if facts.reading else ():
+    for gpu in _base(facts):
         for uuid, processes in [(gpu.uuid, gpu.processes), *((part.uuid, part.processes) for part in gpu.mig)]:
             if numbers := {process.job for process in processes or [] if process.job}:
                 found[uuid] = numbers
