@@ -182,7 +182,7 @@ class BoardApp(CrashHookApp):
 
     def _show_scene(self) -> None:
         """Show the newest scene on the visible screens: the top one, or a dialog and the screen below it."""
-        if self.scene is None:
+        if self.scene is None or not self.is_running:  # a screen that is being taken apart has lost its widgets
             return
         for screen in reversed(self.screen_stack):
             if isinstance(screen, BoardScreen) and screen.is_mounted:

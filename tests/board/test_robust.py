@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from textual.widgets import Static
 
-from gpuboard.board.app import BoardApp
+from gpuboard.board.app import BoardApp, SceneChanged
 from tests.board.lab import board, make_core, screen, settle
 from tests.board.pty_lab import Terminal, plain
 from tests.integration.here import Here
@@ -32,6 +33,25 @@ def opened(here: Here) -> Iterator[Terminal]:
 def environment(here: Here, **more: str) -> dict[str, str]:
     env = {key: value for key, value in here.env.items() if key not in {"NO_COLOR", "LC_ALL", "LC_CTYPE"}}
     return env | {"TERM": "xterm-256color", "LANG": "C.UTF-8"} | more
+
+
+class Late(Static):
+    """Sends the app a scene when it is taken off the screen."""
+
+    sent = False
+
+    def on_unmount(self) -> None:
+        assert isinstance(self.app, BoardApp)
+        assert self.app.scene is not None
+        self.sent = self.app.post_message(SceneChanged(self.app.scene))
+
+
+async def test_a_scene_that_comes_while_the_screens_are_taken_apart_is_not_drawn(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, pilot):
+        late = Late()
+        await app.screen.mount(late)
+        await pilot.pause()
+    assert late.sent  # an error of the app would have been raised here
 
 
 def test_a_stopped_agent_holds_nothing_up(opened: Terminal) -> None:
