@@ -211,10 +211,9 @@ class Fleet:
         """Return the claims in each node's newest reading; a node without a reading is left out."""
         users = self._settings.users
         read = [facts for feed in self._feeds.values() if (facts := feed.facts).reading is not None]
-        held = [facts for facts in read if facts.reading is not None and facts.reading.claims]
-        found: dict[str, list[Claim]] = {facts.name: [] for facts in read}
-        found |= {facts.name: self._builder.claims(facts, users) for facts in held}
+        found = {facts.name: self._builder.claims(facts, users) for facts in read}
         if self._monitor is not None:
+            held = [facts for facts in read if found[facts.name]]
             scheduled = self._monitor.of(held, time.monotonic(), time.time())
             found |= {facts.name: standing(found[facts.name], facts, scheduled.get(facts.name)) for facts in held}
         return found

@@ -96,8 +96,7 @@ def sample(nodes: Sequence[NodeView], columns: Mapping[str, int], at: float, *, 
     """
     utilization, memory, temperature, power, free = (bytearray(len(columns)) for _ in range(5))
     for node in nodes:
-        is_up = node.state == "up"
-        if is_up:
+        if node.state == "up":
             column = columns[_NODE + node.name]
             if node.cpu_percent is not None:
                 utilization[column] = 1 + round(min(max(node.cpu_percent, 0.0), 100.0))
@@ -113,7 +112,7 @@ def sample(nodes: Sequence[NodeView], columns: Mapping[str, int], at: float, *, 
                 free[column] = 1 + round(PARTS * sum(one.state == "free" for one in gpu.mig) / len(gpu.mig))
             elif gpu.state != "unknown":
                 free[column] = 1 + PARTS if gpu.state == "free" else 1
-            if not is_up or gpu.error is not None or gpu.delay_s > _DELAY_S:  # ``is_current``, without its call
+            if not is_current(node, gpu):
                 continue
             used, total, watts = new.memory_used, gpu.memory_total, new.power
             if (percent := new.utilization) is not None:
