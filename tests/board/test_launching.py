@@ -59,21 +59,25 @@ def test_a_form_becomes_a_command_line() -> None:
     form = LaunchForm("pkg.train:main", "/exp", gpus="gpu01:GPU-a@gpu02:GPU-b")
     assert arguments(form)[:2] == ["--gpus", "gpu01:GPU-a@gpu02:GPU-b"]
     assert arguments(form)[-1] == "pkg.train:main"
+    form = LaunchForm("--no-python sleep 300", "/exp", n=1)
+    assert arguments(form)[-3:] == ["--no-python", "sleep", "300"]
 
 
 def test_what_is_typed_is_checked(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     folder = str(tmp_path)
     assert target_of("-m a.b c") == Target("module", "a.b", ["c"])
-    for right in ("train.py --lr 1", "-m a.b", "a.b:main x"):
+    assert target_of("--no-python ./a.sh b") == Target("program", "./a.sh", ["b"])
+    for right in ("train.py --lr 1", "-m a.b", "a.b:main x", "--no-python sleep 300", "--no-python ./train.py"):
         assert check_command(right) == ""
         assert check_files(right, folder) == FileProblems(right, folder)
-    assert check_command("") == "train.py or -m module"
+    assert check_command("") == "train.py, -m module or --no-python program"
     assert check_command("train.py 'open") == "the command: no closing quotation"
     assert check_command("-m") == "-m needs a module, like package.train"
     assert check_command("--n 4 train.py") == "--n is not an option of launch"
     assert check_files("nothere.py", folder).no_script == "no file nothere.py in that folder"
     assert check_files("/no/where.py", folder).no_script == "no file /no/where.py"
+    assert check_files("--no-python ./nothere", folder).no_script == "no file ./nothere in that folder"
     assert check_files("nothere.py", "/no/such") == FileProblems("nothere.py", "/no/such", no_folder="no such folder")
     assert [check_variables(text) for text in ("", "A=1 B='x y'", "HOME")] == ["", "", ""]
     assert check_variables("RANK=1") == "RANK: gpuboard sets RANK for each rank"

@@ -32,6 +32,8 @@ from gpuboard.model.text import clean
 # Variables of a lease in whose shell the board runs: a launch uses the GPUs from the dialog instead.
 _OF_A_LEASE = ("GPUBOARD_LEASE", "GPUBOARD_RANK_MAP", "GPUBOARD_RUN", "CUDA_VISIBLE_DEVICES")
 _OLD_S = 30 * 86400.0  # then left-over files of launches that survived their board are removed
+_NO_PYTHON = "--no-python"
+_BEFORE = {"module": ["-m"], "program": [_NO_PYTHON]}  # before a target of this kind
 _LINES = 8  # of the last output: longer than any of our error messages
 _MEANS = {
     3: "this cluster can never satisfy the request",
@@ -62,8 +64,10 @@ class LaunchForm(msgspec.Struct, frozen=True):
 
 
 def target_of(command: str) -> Target:
-    """Return the target and arguments of a command line. Raises UsageError."""
-    return parse_target(_words(command, "the command"))
+    """Return the target and arguments of a command line, in which --no-python may come first. Raises UsageError."""
+    words = _words(command, "the command")
+    program = words[:1] == [_NO_PYTHON]
+    return parse_target(words[program:], program=program)
 
 
 def check_command(command: str) -> str:
@@ -71,7 +75,7 @@ def check_command(command: str) -> str:
     try:
         target_of(command)
     except UsageError as error:
-        return str(error).partition(";")[0] if command.strip() else "train.py or -m module"
+        return str(error).partition(";")[0] if command.strip() else "train.py, -m module or --no-python program"
     return ""
 
 
@@ -91,7 +95,9 @@ def check_files(command: str, folder: str) -> FileProblems:
         return FileProblems(command, folder, no_folder="no such folder")
     target = target_of(command)
     name = os.path.expanduser(target.name)
-    there = target.kind != "script" or os.path.isfile(os.path.join(place, name))
+    # A program without a folder in its name is looked up on the nodes' PATH.
+    named = target.kind == "script" or (target.kind == "program" and "/" in name)
+    there = not named or os.path.isfile(os.path.join(place, name))
     where = "" if os.path.isabs(name) else " in that folder"
     return FileProblems(command, folder, no_script="" if there else f"no file {clean(target.name)}{where}")
 
@@ -128,8 +134,8 @@ def arguments(form: LaunchForm) -> list[str]:
     words += ["--python", os.path.expanduser(form.python)] if form.python else []
     for variable in _words(form.variables, "the variables"):
         words += ["--env", variable]
-    name = os.path.expanduser(target.name) if target.kind == "script" else target.name
-    return [*words, *(["-m"] if target.kind == "module" else []), name, *target.args]
+    name = os.path.expanduser(target.name) if target.kind in {"script", "program"} else target.name
+    return [*words, *_BEFORE.get(target.kind, ()), name, *target.args]
 
 
 def _words(text: str, what: str) -> list[str]:
