@@ -476,6 +476,20 @@ async def test_going_to_a_gpu_takes_a_filter_away_that_hides_it(tmp_path: Path) 
         assert shown.cursor_node == "gpu5"
 
 
+@pytest.mark.parametrize("view", ["picture", "table"])
+async def test_going_to_a_mig_device_leads_to_it_or_to_the_cell_of_its_gpu(tmp_path: Path, view: str) -> None:
+    async with at_cluster(tmp_path, lab()) as (app, shown, pilot):
+        if view == "table":
+            await pilot.press("t")
+        await pilot.press("slash", *"gpu3", "enter")
+        app.go_to("MIG-gpu3-0-1")
+        assert shown.cursor_uuid == ("GPU-gpu3-0" if view == "picture" else "MIG-gpu3-0-1")
+        assert shown.view.filter == "gpu3"
+        await pilot.press("slash", "ctrl+u", *"gpu1", "enter")
+        app.go_to("MIG-gpu3-0-1")
+        assert (shown.cursor_node, shown.view.filter) == ("gpu3", "")
+
+
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
 async def test_hostile_text_leaves_columns_aligned(tmp_path: Path, size: tuple[int, int]) -> None:
     rows = [node(f"gpu{n}", [busy(f"gpu{n}", 0, text, reason=text, name=text)]) for n, text in enumerate(HOSTILE)]

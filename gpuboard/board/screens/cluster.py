@@ -194,14 +194,15 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         if scene is None:
             return
         node = scene.nodes.get(key.removeprefix(_NODE)) if key.startswith(_NODE) else None
-        if node is None and _place(scene, key) is None:
-            return
         if node is not None and node.gpus:
             key = node.gpus[0].uuid
-        self.grid.cursor = key
-        if self.grid.cursor != key and self.query_in_force:
+        place = _place(scene, key)
+        if node is None and place is None:
+            return
+        self.grid.cursor = wanted = self._key_in_grid(key, place)
+        if self.grid.cursor != wanted and self.query_in_force:
             self.clear_filter()
-            self.grid.cursor = key
+            self.grid.cursor = wanted
 
     def _place_pane(self) -> None:
         place, size = pane_of(self.view, *self.size)
@@ -329,9 +330,13 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         place, key, focused = self.cursor_place, self.grid.cursor, self.grid.has_focus
         yield
         self._switch()
-        self.grid.cursor = place.gpu.uuid if place and isinstance(self.grid, Picture) else key
+        self.grid.cursor = self._key_in_grid(key, place)
         if focused:
             self.set_focus(self.grid)
+
+    def _key_in_grid(self, key: str | None, place: Place | None) -> str | None:
+        """Return the key of a row or a GPU in this grid: the picture has MIG devices in the cell of their GPU."""
+        return place.gpu.uuid if place and isinstance(self.grid, Picture) else key
 
     def _switch(self) -> None:
         """Show the chosen view with the selection of the other."""
