@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from gpuboard.board.history import is_current
 from gpuboard.board.scene import Place, Scene
 from gpuboard.model.gpu import GpuState
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Tally, tally
@@ -185,6 +186,11 @@ def _memory(place: Place, scene: Scene) -> float | None:
     return None if used is None or not total else used / total
 
 
+def _age(place: Place, scene: Scene) -> float | None:
+    """Return the age of old values, 0 of current ones: which of those is a second older changes all the time."""
+    return 0.0 if is_current(place.node, place.gpu) else age_of(place.node, place.gpu)
+
+
 def _user(place: Place, scene: Scene) -> Any:
     users = users_of(place.gpu, scene)
     return natural(users[0]) if users else None
@@ -201,7 +207,7 @@ SORTS: Mapping[str, Callable[[Place, Scene], Any]] = {
     "power": lambda place, scene: place.gpu.power,
     "temperature": lambda place, scene: place.gpu.temperature,
     "user": _user,
-    "age": lambda place, scene: age_of(place.node, place.gpu),
+    "age": _age,
     "state": lambda place, scene: STATE_ORDER.index(place.gpu.state) if place.gpu.state in STATE_ORDER else None,
     "reason": lambda place, scene: place.gpu.reason or None,
 }

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.arrange import ViewState
+from gpuboard.board.arrange import NodeRow, ViewState, arrange_nodes
 from gpuboard.board.filter.conditions import KEYS
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.gpu import GpuPanel, GpuScreen
@@ -488,6 +488,16 @@ async def test_going_to_a_mig_device_leads_to_it_or_to_the_cell_of_its_gpu(tmp_p
         await pilot.press("slash", "ctrl+u", *"gpu1", "enter")
         app.go_to("MIG-gpu3-0-1")
         assert (shown.cursor_node, shown.view.filter) == ("gpu3", "")
+
+
+def test_rows_by_age_keep_their_places_while_all_values_are_current() -> None:
+    def names(*ages: float) -> list[str]:
+        nodes = [node(f"gpu{k}", [gpu(f"gpu{k}", 0)], age_s=age) for k, age in enumerate(ages)]
+        nodes.append(node("gpu9", [gpu("gpu9", 0)], state="stale", age_s=80.0))
+        rows = arrange_nodes(scene(*nodes), ViewState(sort="age", reverse=True))
+        return [row.node.name for row in rows if isinstance(row, NodeRow)]
+
+    assert names(0.4, 1.6, 0.9) == names(1.7, 0.2, 1.2) == ["gpu9", "gpu0", "gpu1", "gpu2"]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
