@@ -381,13 +381,14 @@ class BoardApp(CrashHookApp):
         elif run is not None and isinstance(self.screen, RunsScreen):
             self.screen.jump(run)
 
-    def open_dialog(self, box: Box[T], then: Callable[[T], object]) -> None:
-        """Open a dialog; ``then`` gets its result, but not when it is cancelled or answered with no."""
+    def open_dialog(self, box: Box[T], then: Callable[[T], object] = lambda _: None) -> None:
+        """Open a dialog, which no older message covers; ``then`` gets its result unless it is cancelled or no."""
 
         def closed(result: T | None) -> None:
             if result:
                 then(result)
 
+        self.clear_notifications()
         self.push_screen(box, closed)
 
     def open_gpu(self, uuid: str) -> None:
@@ -404,7 +405,11 @@ class BoardApp(CrashHookApp):
             self.push_screen(SafePalette())
 
     def action_save(self, kind: str) -> None:
-        """Save the screen in a file of the current folder, as ``svg`` or ``txt``."""
+        """Save the screen, without the messages over it, in a file of the current folder, as ``svg`` or ``txt``."""
+        self.clear_notifications()
+        self.call_after_refresh(self._save_screen, kind)
+
+    def _save_screen(self, kind: str) -> None:
         title = getattr(self.screen, "TITLE_WORDS", "") or "dialog"
         picture = screenshot.plain(self.export_screenshot(title="gpuboard")) if kind == "svg" else screen_text(self)
         self.ask(

@@ -24,7 +24,7 @@ from textual.notifications import Notification, Notifications
 from gpuboard.board import keys
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
-from tests.board.lab import make_core
+from tests.board.lab import EVERY, make_core
 from tests.board.launches import Exp
 from tests.conftest import UNTRIED
 from tests.integration.ranks_driver import carriers
@@ -99,14 +99,13 @@ def css_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def toasts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record every toast, also one that has gone from the screen before a test checks."""
 
-    def kept(toasts: Notifications) -> Notifications:
-        return toasts
+    added = Notifications.add
 
-    def forget(_: Notifications, toast: Notification) -> None:
-        """Keep it in the list; the screen removes it by itself."""
+    def add(toasts: Notifications, toast: Notification) -> Notifications:
+        vars(toasts).setdefault(EVERY, []).append(toast)
+        return added(toasts, toast)
 
-    monkeypatch.setattr(Notifications, "_reap", kept)
-    monkeypatch.setattr(Notifications, "__delitem__", forget)
+    monkeypatch.setattr(Notifications, "add", add)
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,7 @@ from gpuboard.model.request import Request
 from tests.nvml import Gpu, library, write_script
 from tests.waiting import next_step
 
+EVERY = "every"  # where textual's Notifications have all toasts, also those that have gone (conftest.py)
 # A machine that pauses for some seconds makes no GPU unknown in tests about other things.
 PATIENT = Settings(state=StateSettings(stale_min="1m"))
 # Readings come when the test wants them. They are due at multiples of it since 1970: at 1m one may come at any moment.
@@ -161,8 +162,8 @@ def shown(app: BoardApp, *words: str) -> bool:
 
 
 def toasts(app: BoardApp) -> list[str]:
-    """Return the notifications, as ``title: message``."""
-    return [f"{toast.title}: {toast.message}" for toast in app._notifications]
+    """Return all notifications so far, as ``title: message``."""
+    return [f"{toast.title}: {toast.message}" for toast in vars(app._notifications).get(EVERY, ())]
 
 
 def told(app: BoardApp, *words: str) -> bool:

@@ -143,12 +143,16 @@ async def still(
     settings: Settings | None = None,
     *,
     env: Mapping[str, str] | None = None,
+    toasts: bool = False,
 ) -> Opened:
-    """Run the app on scenes that the test makes; it begins with ``first``. ``env``: variables that it has, too."""
+    """Run the app on scenes that the test makes; it begins with ``first``. ``env``: variables that it has, too.
+
+    ``toasts``: whether notifications are drawn.
+    """
     core = _Still(nodes, settings or Settings(), {**environment(folder), **(env or {})})
     app = BoardApp(core)
     try:
-        async with app.run_test(size=size) as pilot:
+        async with app.run_test(size=size, notifications=toasts) as pilot:
             await next_scene(app, pilot, first)
             yield app, pilot
     finally:

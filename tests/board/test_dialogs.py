@@ -13,7 +13,7 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.dialogs.base import Box, Confirm
 from gpuboard.board.screens.watches import WatchDialog
 from gpuboard.errors import GpuboardError
-from tests.board.lab import board, make_core, settle
+from tests.board.lab import board, make_core, settle, toasts
 
 
 def stack(app: BoardApp) -> list[str]:
@@ -92,5 +92,5 @@ async def test_a_bug_in_background_work_reaches_the_caller(tmp_path: Path) -> No
         assert "this is a bug: KeyError" in str(failures[0])
         app.show_error_once(failures[0])
         app.show_error_once(failures[0])
-        await settle(pilot, lambda: app._notifications)
-        assert [toast.message for toast in app._notifications] == [str(failures[0])]
+        await settle(pilot, lambda: toasts(app))
+        assert toasts(app) == [f": {failures[0]}"]

@@ -49,13 +49,33 @@ async def test_the_screen_is_saved_as_a_picture_and_as_text(tmp_path: Path, monk
         await pilot.press("l")
         await pilot.pause()
         shown = lab.screen(app)
-        app.clear_notifications()
         await saved(app, pilot, "alt+s")
         [text] = here.glob("gpuboard-leases-*.txt")
         lines = text.read_text().splitlines()
         assert (len(lines), [line for line in shown.splitlines() if "k3f9" in line]) == (
             24, [line for line in lines if "k3f9" in line],
         )  # fmt: skip
+
+
+async def test_messages_over_the_screen_are_not_saved_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with still(tmp_path, CLUSTER, (80, 24), toasts=True) as (app, pilot):
+        for number in range(3):
+            app.notify(f"message {number} over the rows")
+        await lab.settle(pilot, lambda: "message 2 over" in lab.screen(app))
+        await saved(app, pilot, "alt+s")
+        [text] = tmp_path.glob("gpuboard-cluster-*.txt")
+        assert "gpu1" in text.read_text()
+        assert "message" not in text.read_text()
+
+
+async def test_a_dialog_opens_without_messages_over_its_buttons(tmp_path: Path) -> None:
+    async with still(tmp_path, CLUSTER, (80, 24), toasts=True) as (app, pilot):
+        app.notify("older than the dialog")
+        await lab.settle(pilot, lambda: "older than" in lab.screen(app))
+        await pilot.press("r")
+        await lab.settle(pilot, lambda: "Cancel" in lab.screen(app))
+        assert "older than" not in lab.screen(app)
 
 
 async def test_a_dialog_is_saved_with_the_screen_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def open_reserve(board: BoardApp, uuids: Sequence[str]) -> None:
     words, picks = request_form.picks_of(uuids, board.scene)
     if not board.core.operations.names_gpus(Request(picks=picks)):  # Slurm chooses: ask for the same number
         words, picks = str(len(picks) or 1), ()
-    board.push_screen(ReserveDialog(words, picks, parse_duration(board.core.settings.max_lease)))
+    board.open_dialog(ReserveDialog(words, picks, parse_duration(board.core.settings.max_lease)))
 
 
 class ReserveDialog(Dialog[Allocation]):

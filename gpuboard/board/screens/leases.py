@@ -293,7 +293,7 @@ class LeasesScreen(FilteredScreen):
         if not one.mine:
             self._refuse(one.lease, "renew")
             return
-        self.board.push_screen(RenewDialog(one.lease, parse_duration(self.board.core.settings.max_lease)))
+        self.board.open_dialog(RenewDialog(one.lease, parse_duration(self.board.core.settings.max_lease)))
 
     def _refuse(self, lease: Lease, action: str) -> None:
         root = " or root" if action == "release" else ""
