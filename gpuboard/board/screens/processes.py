@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -104,15 +105,15 @@ class ProcessesScreen(FilteredScreen):
         grid.set_columns(cluster_columns(scene.nodes, self.size.width, found))
         grid.set_sort("gpu" if order.sort == "node" else order.sort, self._descending)
         grid.set_rows(LazyRows(items, _key, row))
-        self._show_sums(found, len(shown))
+        self._show_sums(found, shown)
         self._about()
 
-    def _show_sums(self, found: list[Running], shown: int) -> None:
+    def _show_sums(self, found: Sequence[Running], shown: Sequence[Running]) -> None:
         scene = self.board.scene
         missing = [] if scene is None else unread(scene.snapshot)
         down = self.board.look.glyphs.down if self._descending else self.board.look.glyphs.up
         order = f"by {self.orders()[self.order.sort]} {down}"
-        lines = [overview(found, shown=shown, selected=len(self._marked()), order=order)]
+        lines = [overview(found, shown, self._marked(), order)]
         if missing:
             more = f" and {len(missing) - _UNREAD_MOST} more" if len(missing) > _UNREAD_MOST else ""
             lines.append(((f"not read: {', '.join(missing[:_UNREAD_MOST])}{more}", "warn"),))

@@ -131,17 +131,18 @@ def _total(found: Sequence[Running]) -> str:
     return words + (f"  SM {sum(percents) / len(percents):.0f}%" if percents else "")
 
 
-def overview(found: Sequence[Running], *, shown: int, selected: int, order: str) -> Runs:
-    """Return the line above the list: how many there are, ``shown`` of them, and their order."""
+def overview(found: Sequence[Running], shown: Sequence[Running], selected: Sequence[Running], order: str) -> Runs:
+    """Return the line above the list: what is selected and ``shown``, on what actions depend, how much there is."""
     users = len({one.user for one in found})
     words = f"{sums(found)}, {users} user{'s' * (users != 1)}{_total(found)}" if found else "Processes: none"
-    runs: list[tuple[str, str]] = [(words, "title")]
-    if shown != len(found):
-        runs.append((f"   {shown} match the filter" if shown != 1 else "   1 matches the filter", "title"))
+    runs: list[tuple[str, str]] = []
     if selected:
-        runs.append((f"   {selected} selected", "marked"))
-    runs.append((f"   {order}", "dim"))
-    return tuple(runs)
+        hidden = len({one.key for one in selected} - {one.key for one in shown})
+        runs.append((f"{len(selected)} selected{f', {hidden} hidden' if hidden else ''}   ", "marked"))
+    if len(shown) != len(found):
+        count = len(shown)
+        runs.append((f"{count} match the filter   " if count != 1 else "1 matches the filter   ", "title"))
+    return (*runs, (words, "title"), (f"   {order}", "dim"))
 
 
 def about(one: Running) -> list[Runs]:
