@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gpuboard.board.text.processes import overview
 from gpuboard.cli.see.ps import table
 from gpuboard.cli.table import width_of
 from gpuboard.cluster.snapshot.processes import SORTS, OnGpu, Running, grouped, in_order, running, sums, unread
@@ -48,6 +49,13 @@ def test_a_process_on_several_gpus_is_one() -> None:
     assert (other.pid, other.indexes, other.memory, other.sm_percent) == (9, "1-2", None, None)  # a part is unknown
     assert (alone.node, alone.cpu_percent, alone.key) == ("gpu02", None, "gpu02:7:5.0")
     assert sums([one, other, alone]) == "3 processes on 4 GPUs of 2 nodes"
+
+
+def test_board_and_command_count_the_same_users_and_no_hidden_owner() -> None:
+    found = running([node("gpu01", [process(1), process(2, user=None)], [process(3, user="bob")])])
+    words = "3 processes on 2 GPUs of 1 node, 2 users"
+    assert table(found, None, colour=False)[-1] == words
+    assert overview(found, shown=3, selected=0, order="by pid")[0][0] == f"{words}  3.0G"
 
 
 def test_a_reused_pid_is_another_process() -> None:

@@ -11,7 +11,7 @@ from gpuboard.board.text.gpu_row import known
 from gpuboard.board.text.plots import meter
 from gpuboard.board.text.rows import Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
-from gpuboard.cluster.snapshot.processes import JobProcesses, Running, sums
+from gpuboard.cluster.snapshot.processes import JobProcesses, Running, sums, totals
 from gpuboard.model.snapshot import ProcessView
 from gpuboard.model.units import compact_size, format_duration
 
@@ -133,8 +133,7 @@ def _total(found: Sequence[Running]) -> str:
 
 def overview(found: Sequence[Running], shown: Sequence[Running], selected: Sequence[Running], order: str) -> Runs:
     """Return the line above the list: what is selected and ``shown``, on what actions depend, how much there is."""
-    users = len({one.user for one in found})
-    words = f"{sums(found)}, {users} user{'s' * (users != 1)}{_total(found)}" if found else "Processes: none"
+    words = f"{totals(found)}{_total(found)}" if found else "Processes: none"
     runs: list[tuple[str, str]] = []
     if selected:
         hidden = len({one.key for one in selected} - {one.key for one in shown})

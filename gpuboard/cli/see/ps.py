@@ -27,6 +27,7 @@ from gpuboard.cluster.snapshot.processes import (
     in_order,
     running,
     sums,
+    totals,
     unread,
 )
 from gpuboard.errors import NoNodeReached
@@ -177,8 +178,7 @@ def _lines(rows: Sequence[Row], width: int | None, *, colour: bool) -> list[str]
 
 
 def _total(found: Sequence[Running], width: int | None) -> list[str]:
-    users = len({one.user for one in found if one.user is not None})
-    text = sums(found) + (f", {users} users" if users > 1 else "")
+    text = totals(found)
     return ["", text if width is None else elide(text, width)]
 
 

@@ -150,3 +150,12 @@ def sums(found: Sequence[Running]) -> str:
     counts = ((len(found), "process", "es"), (len(gpus), "GPU", "s"), (len(nodes), "node", "s"))
     processes, on, of = (f"{count} {word}{ending * (count != 1)}" for count, word, ending in counts)
     return f"{processes} on {on} of {of}"
+
+
+def totals(found: Sequence[Running]) -> str:
+    """Return the ``sums`` of all processes with the number of their users, if several: ``…, 3 users``.
+
+    An owner that is hidden is not counted: it may be one of the others.
+    """
+    users = len({one.user for one in found if one.user is not None})
+    return sums(found) + (f", {users} users" if users > 1 else "")
