@@ -10,12 +10,25 @@ from typing import TypeAlias
 
 from gpuboard.board.arrange import age_of, as_gpu, sensor
 from gpuboard.board.filter.language import Key, Language, Term
-from gpuboard.board.filter.matchers import exactly, named, one_of, percent, person, place, quantity, size, text, word
+from gpuboard.board.filter.matchers import (
+    exactly,
+    gpu_index,
+    named,
+    one_of,
+    percent,
+    person,
+    place,
+    quantity,
+    size,
+    text,
+    with_unit,
+    word,
+)
 from gpuboard.board.scene import Scene
 from gpuboard.model.gpu import short_model
 from gpuboard.model.snapshot import GpuView, JobView, NodeView
 from gpuboard.model.state import STATES
-from gpuboard.model.units import parse_duration, parse_number
+from gpuboard.model.units import parse_duration
 
 Values: TypeAlias = Callable[[NodeView, GpuView | None, Scene], Iterable[str | None]]
 Number: TypeAlias = Callable[[NodeView, GpuView | None, Scene], float | None]
@@ -31,16 +44,6 @@ def _of_gpu(values: Callable[[GpuView, Scene], Iterable[str | None]]) -> Values:
 
 def _number_of(value: Callable[[NodeView, GpuView], float | None]) -> Number:
     return lambda node, gpu, scene: None if gpu is None else value(node, gpu)
-
-
-def _part_of(value: Callable[[GpuView], float | None]) -> Number:
-    """Return a size in bytes as a part of the GPU's memory, in percent."""
-
-    def percentage(node: NodeView, gpu: GpuView) -> float | None:
-        found = value(gpu)
-        return None if found is None or not gpu.memory_total else 100 * found / gpu.memory_total
-
-    return _number_of(percentage)
 
 
 def _texts(node: NodeView, gpu: GpuView | None, scene: Scene) -> list[str | None]:
@@ -133,13 +136,9 @@ def _free(gpu: GpuView) -> float | None:
     return gpu.memory_total - gpu.memory_used - (gpu.memory_reserved or 0)
 
 
-def _watts(text: str) -> float:
-    return parse_number(text.lower().removesuffix("w"))
-
-
 def _memory(value: Callable[[GpuView], float | None], name: str, what: str) -> GpuKey:
-    compiled = size(_number_of(lambda node, gpu: value(gpu)), _part_of(value), name)
-    return Key(what, 1, compiled, sign=">")
+    total_of = _number_of(lambda node, gpu: gpu.memory_total)
+    return Key(what, 1, size(_number_of(lambda node, gpu: value(gpu)), total_of, name), sign=">")
 
 
 def _quantity(
@@ -161,7 +160,7 @@ KEYS: Mapping[str, GpuKey] = {
     "state": Key(f"one of {', '.join(STATES)}", 1, _state, words=_ALL_STATES),
     "user": person(_of_gpu(_people), _is_mine, cost=5),
     "node": place(lambda node, gpu, scene: (node.name,)),
-    "gpu": _quantity("a GPU's index", lambda node, gpu: gpu.index, parse_number, "gpu:0,3", ":"),
+    "gpu": gpu_index(lambda node, gpu, scene: () if gpu is None else (gpu.index,)),
     "model": Key("a part of the name, model:H100, model:1g.10gb", 3,
                  text(_of_gpu(lambda gpu, scene: (gpu.name, *(f"{gpu.name} {mig.profile}" for mig in gpu.mig)))),
                  offers=_of_gpu(lambda gpu, scene: (short_model(gpu.name), *(mig.profile for mig in gpu.mig)))),
@@ -172,8 +171,8 @@ KEYS: Mapping[str, GpuKey] = {
     "sm": _quantity("SMs at work in percent", lambda node, gpu: sensor(gpu, "sm_activity"), percent, "sm<10", "<"),
     "tensor": _quantity("tensor cores at work in percent", lambda node, gpu: sensor(gpu, "tensor_activity"), percent,
                         "tensor<10", "<"),
-    "temp": _quantity("degrees Celsius", lambda node, gpu: gpu.temperature, parse_number, "temp>80", ">"),
-    "power": _quantity("watts", lambda node, gpu: gpu.power, _watts, "power>300", ">"),
+    "temp": _quantity("degrees Celsius", lambda node, gpu: gpu.temperature, with_unit("°c", "c"), "temp>80", ">"),
+    "power": _quantity("watts", lambda node, gpu: gpu.power, with_unit("w"), "power>300", ">"),
     "age": _quantity("how old the reading is", age_of, parse_duration, "age>5s", ">"),
     "flag": word(FLAGS, lambda node, gpu, scene: () if gpu is None else gpu.flags),
     "lease": named("a lease's id, lease:k3f9", _of_gpu(lambda gpu, scene: _leases(gpu)), cost=3),

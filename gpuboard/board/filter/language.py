@@ -3,8 +3,9 @@
     user:alice state:free,busy mem>40G -model:L40S node:gpu[01-04] util<10 age>5s "python train"
 
 All terms must match. A plain word matches any text shown of a GPU. ``key:value`` matches a part (or the beginning),
-``key=value`` the whole value, and numbers also take ``< <= > >=``. A comma means or, a leading ``-`` means not, quotes
-keep spaces, ``?`` as a value means unknown. An unknown number matches no comparison, also after ``-``. Case is ignored.
+``key=value`` the whole value, numbers also a range (``gpu:0-3``) and ``< <= > >=``. A comma means or, a leading ``-``
+means not, quotes keep spaces, ``?`` as a value means unknown. An unknown number matches no comparison, also after
+``-``. Case is ignored.
 
 A :class:`Language` declares the keys of one kind of row. ``P`` are the arguments of its predicates: ``(row,)`` for a
 list, ``(node, gpu, scene)`` for GPUs.

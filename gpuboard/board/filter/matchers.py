@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from gpuboard.board.filter.language import Key, P, QueryError, Term, is_nodeset, maybe_not
@@ -59,52 +58,95 @@ def _only_equal(term: Term) -> tuple[str, ...]:
     return term.values
 
 
-_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
-    ":": operator.eq, "=": operator.eq, "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge,
-}  # fmt: skip
+_COMPARE: Mapping[str, Callable[[float, float, float], bool]] = {  # a number; the first and the last of a range
+    **dict.fromkeys(":=", lambda number, first, last: first <= number <= last),
+    "<": lambda number, first, _: number < first,
+    ">": lambda number, first, _: number > first,
+    "<=": lambda number, first, _: number <= first,
+    ">=": lambda number, first, _: number >= first,
+}
 
 
 def number(
     value_of: Callable[P, float | None], read: Callable[[str], float], example: str
 ) -> Callable[[Term], Callable[P, bool]]:
-    """Compile a key with a number; ``read`` raises ValueError for bad text. Unknown matches no comparison."""
+    """Compile a key with a number, as ``numbers`` does."""
+
+    def values_of(*row: P.args, **named: P.kwargs) -> Collection[float]:
+        value = value_of(*row, **named)
+        return () if value is None else (value,)
+
+    return numbers(values_of, read, example)
+
+
+def numbers(
+    values_of: Callable[P, Collection[float]], read: Callable[[str], float], example: str
+) -> Callable[[Term], Callable[P, bool]]:
+    """Compile a key with numbers, of which one suffices; after : and = a range is wanted, too, such as ``0-3``.
+
+    ``read`` raises ValueError for bad text. Unknown, which is no number, matches no comparison.
+    """
 
     def compiled(term: Term) -> Callable[P, bool]:
         compare = _COMPARE[term.operator]
-        wanted: list[float] = []
+        wanted: list[tuple[float, float]] = []
         unknown = False
         for value in term.values:
             if value in {"?", "unknown"} and term.operator in ":=":
                 unknown = True
                 continue
             try:
-                wanted.append(read(value))
+                wanted.append(_range(value, read) if term.operator in ":=" else (read(value), 0.0))
             except ValueError:
                 raise QueryError(f"{term.key}{term.operator}{shown(value)}: write {example}", term.position) from None
 
         def holds(*row: P.args, **named: P.kwargs) -> bool:
-            value = value_of(*row, **named)
-            if value is None:
+            values = values_of(*row, **named)
+            if not values:
                 return unknown and not term.negative
-            return any(compare(value, limit) for limit in wanted) is not term.negative
+            return any(compare(value, *limits) for value in values for limits in wanted) is not term.negative
 
         return holds
 
     return compiled
 
 
+def _range(text: str, read: Callable[[str], float]) -> tuple[float, float]:
+    """Return the first and the last number of a range; of a number itself. Raises ValueError."""
+    dash = text.find("-", 1)  # a number may begin with a sign
+    first, last = read(text if dash < 0 else text[:dash]), read(text[dash + 1 :])
+    if first > last:
+        raise ValueError
+    return first, last
+
+
 def size(
-    value_of: Callable[P, float | None], percent_of: Callable[P, float | None], name: str
+    value_of: Callable[P, float | None], total_of: Callable[P, float | None], name: str
 ) -> Callable[[Term], Callable[P, bool]]:
-    """Compile a key with a size in bytes, or with a part in percent."""
+    """Compile a key with a size in bytes, or with a part of the total in percent."""
+
+    def part_of(*row: P.args, **named: P.kwargs) -> float | None:
+        value, total = value_of(*row, **named), total_of(*row, **named)
+        return None if value is None or not total else 100 * value / total
+
     sizes = number(value_of, parse_size, f"a size or a part, {name}>40GiB or {name}>50%")
-    parts = number(percent_of, percent, f"{name}>50%")
+    parts = number(part_of, percent, f"{name}>50%")
     return lambda term: (parts if all(value.endswith("%") for value in term.values) else sizes)(term)
 
 
-def percent(text: str) -> float:
-    """Read a percentage, with or without its sign. Raises ValueError."""
-    return parse_number(text.removesuffix("%"))
+def with_unit(*endings: str) -> Callable[[str], float]:
+    """Return a function that reads a number with or without these endings, in any case. It raises ValueError."""
+
+    def read(text: str) -> float:
+        text = text.lower()
+        for ending in endings:
+            text = text.removesuffix(ending)
+        return parse_number(text)
+
+    return read
+
+
+percent = with_unit("%")
 
 
 def nodes(names_of: Callable[P, Iterable[str]]) -> Callable[[Term], Callable[P, bool]]:
@@ -206,5 +248,11 @@ def quantity(
     sign: str = ":",
     cost: int = 1,
 ) -> Key[P]:
-    """Return a key with numbers."""
+    """Return a key with a number."""
     return Key(f"{what}, {example}", cost, number(value_of, read, example), sign=sign)
+
+
+def gpu_index(indexes: Callable[P, Collection[int]]) -> Key[P]:
+    """Return a key with the indexes of a row's GPUs on its node."""
+    example = "gpu:0,3 or gpu:0-3"
+    return Key(f"a GPU's index, {example}", 1, numbers(indexes, parse_number, example))

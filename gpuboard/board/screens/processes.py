@@ -71,10 +71,9 @@ class ProcessesScreen(FilteredScreen):
         """Order and grouping of the rows, kept between starts."""
         return self.board.preferences.processes
 
-    def filter_rows(self) -> list[tuple[Running, int | None]]:
-        """Return every process, with the user's uid on its node."""
-        uids = {} if self.board.scene is None else self.board.scene.uids
-        return [(one, uids.get(one.node)) for one in self._found.values()]
+    def filter_rows(self) -> list[tuple[Running, Scene]]:
+        scene = self.board.scene
+        return [] if scene is None else [(one, scene) for one in self._found.values()]
 
     # Drawing
 
@@ -83,7 +82,7 @@ class ProcessesScreen(FilteredScreen):
         found = running(scene.snapshot.nodes)
         self._found = {one.key: one for one in found}
         query = self.query_in_force
-        matching = [one for one, uid in self.filter_rows() if query.matches(one, uid)]
+        matching = [one for one in found if query.matches(one, scene)]
         order = self.order
         shown = in_order(matching, order.sort, reverse=order.reverse)
         items: list[Running | JobProcesses] = list(shown)
