@@ -7,14 +7,14 @@ A row is a :class:`Place` (a GPU; key: its UUID), a NodeView (a node without kno
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from gpuboard.board.history import is_current
-from gpuboard.board.scene import Place, Scene
+from gpuboard.board.scene import Place, Scene, without
 from gpuboard.model.gpu import GpuState
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, Tally, tally
 
@@ -59,10 +59,16 @@ class NodeRow(msgspec.Struct, frozen=True):
     first: int = 0  # of the node's GPUs in this row, where they take several rows
     last: int | None = None  # the one after them; None: all that follow
     leads: bool = True  # whether it is the first of these rows
+    hidden: frozenset[str] = frozenset()  # UUIDs of MIG devices that a filter leaves out
 
     @property
     def gpus(self) -> Sequence[GpuView]:
         return self.node.gpus[self.first : self.last] if self.first or self.last is not None else self.node.gpus
+
+    @property
+    def parts(self) -> list[GpuView]:
+        """The GPUs of the node that are shown, without the hidden devices."""
+        return [without(gpu, self.hidden) for gpu in self.node.gpus if self.shown is None or gpu.uuid in self.shown]
 
 
 Row = Place | NodeView | Group
@@ -98,7 +104,7 @@ def arrange(scene: Scene, view: ViewState, matches: Matches | None = None) -> li
     arranged: list[Row] = []
     for name in names:
         below = members[name]
-        counts = tally(row.gpu for row in below if isinstance(row, Place))
+        counts = tally(row.part for row in below if isinstance(row, Place))
         node = scene.nodes.get(name) if view.group == "node" else None
         arranged.append(Group(f"group:{name}", name, counts, node))
         arranged += below
@@ -116,14 +122,14 @@ def arrange_nodes(scene: Scene, view: ViewState, matches: Matches | None = None)
     if view.group == "node":
         view = msgspec.structs.replace(view, group="none")
     arranged: list[NodeRow | Group] = []
-    below: dict[str, tuple[NodeView, list[str]]] = {}
+    below: dict[str, tuple[NodeView, list[Place]]] = {}
     group = ""
 
     def finish() -> None:
-        arranged.extend(
-            NodeRow(f"node:{name}{group}", node, None if whole or not node.gpus else frozenset(uuids))
-            for name, (node, uuids) in below.items()
-        )
+        for name, (node, places) in below.items():
+            shown = None if whole or not node.gpus else frozenset([place.gpu.uuid for place in places])
+            hidden = frozenset[str]().union(*[place.hidden for place in places])
+            arranged.append(NodeRow(f"node:{name}{group}", node, shown, hidden=hidden))
         below.clear()
 
     for row in arrange(scene, view, matches):
@@ -134,9 +140,25 @@ def arrange_nodes(scene: Scene, view: ViewState, matches: Matches | None = None)
         elif isinstance(row, NodeView):
             below[row.name] = (row, [])
         else:
-            below.setdefault(row.node.name, (row.node, []))[1].append(row.gpu.uuid)
+            below.setdefault(row.node.name, (row.node, []))[1].append(row)
     finish()
     return arranged
+
+
+def count(rows: Iterable[Row | NodeRow]) -> tuple[int, int]:
+    """Return how many GPUs rows have, MIG devices in place of their GPU, and how many nodes without known GPUs."""
+    gpus: list[GpuView] = []
+    nodes = 0
+    for row in rows:
+        if isinstance(row, Place):
+            gpus.append(row.part)
+        elif isinstance(row, NodeRow):
+            gpus += row.parts
+            nodes += not row.node.gpus
+        else:
+            nodes += isinstance(row, NodeView)
+    counts = tally(gpus)
+    return counts.gpus.total() + counts.devices.total(), nodes
 
 
 def natural_nodes(scene: Scene) -> list[NodeView]:

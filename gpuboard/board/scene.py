@@ -21,6 +21,22 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     gpu: GpuView
     hidden: frozenset[str] = frozenset()  # UUIDs of MIG devices that a filter leaves out
 
+    @property
+    def part(self) -> GpuView:
+        """The GPU without the hidden devices."""
+        return without(self.gpu, self.hidden)
+
+
+def without(gpu: GpuView, hidden: frozenset[str]) -> GpuView:
+    """Return a GPU without the hidden MIG devices, by UUID, and without the processes that are on these alone."""
+    if not gpu.mig or not hidden:
+        return gpu
+    kept = [device for device in gpu.mig if device.uuid not in hidden]
+    elsewhere = {(one.pid, one.started) for device in gpu.mig for one in device.processes or ()}
+    elsewhere -= {(one.pid, one.started) for device in kept for one in device.processes or ()}
+    found = gpu.processes and [one for one in gpu.processes if (one.pid, one.started) not in elsewhere]
+    return msgspec.structs.replace(gpu, mig=kept, processes=found)
+
 
 class Scene:
     """The cluster at one moment; immutable, replaced at every change."""

@@ -409,6 +409,24 @@ async def test_the_view_is_kept_between_starts(tmp_path: Path) -> None:
         assert len(lines(shown.grid)) == 4 + 6 + 1  # headings, GPUs, and the free device of the one in MIG mode
 
 
+async def test_the_status_line_counts_what_matches_as_the_header_does(tmp_path: Path) -> None:
+    async with at_cluster(tmp_path, lab(), LETTERS) as (app, shown, pilot):
+        for text, words, drawn in (
+            ("state:free", "6 GPUs match", "gpu3 up M1F 2/2"),
+            ("state:busy", "3 GPUs match", "gpu3 up M0f 0/1"),
+            ("model:3g", "2 GPUs match", "gpu3 up M1f 1/2"),
+            ("state:unreachable", "1 node matches", "gpu5 unreachable"),
+            ("node:gpu[3,5]", "3 GPUs and 1 node match", "gpu5 unreachable"),
+            ("nothing", "0 GPUs match", "No GPU matches the filter."),
+        ):
+            shown.use_filter(text)
+            for _ in range(2):  # as a picture and as a table
+                await settle(pilot, lambda words=words: status(app).startswith(words))  # type: ignore[misc]
+                if isinstance(shown.grid, Picture):
+                    assert any({*drawn.split()} <= {*line.split()} for line in lines(shown.grid)), text
+                await pilot.press("t")
+
+
 async def test_banners_and_simulation_are_shown(tmp_path: Path) -> None:
     async with at_cluster(tmp_path, lab()) as (app, _, pilot):
         assert "SIMULATED" not in screen(app)

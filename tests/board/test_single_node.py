@@ -16,6 +16,7 @@ from gpuboard.board.theme.styles import UNICODE
 from gpuboard.board.widgets.single_node import MeterGrid, ProcessGrid, SingleNode
 from gpuboard.board.widgets.table import GpuTable
 from gpuboard.model.gpu import Sensors
+from gpuboard.model.snapshot import ProcessView
 from tests.board.lab import screen, settle
 from tests.board.made import GIB, at_cluster, busy, gpu, lease, mig, next_scene, node, scene, unread
 
@@ -50,6 +51,21 @@ async def test_host_gpus_and_processes_are_on_one_screen(tmp_path: Path) -> None
         processes = [line.split() for line in lines if line.endswith("python train.py")]
         assert [words[:4] for words in processes] == [["0", "alice", "4000", "60G"], ["1", "bob", "4001", "60G"]]
         assert "rogue" in processes[1]
+
+
+async def test_processes_of_mig_devices_that_a_filter_hides_are_not_listed(tmp_path: Path) -> None:
+    split = mig("dgx", 0, "free", "busy", "busy")
+    found = [ProcessView(pid, user, "train", GIB, "compute") for pid, user in ((7, "alice"), (8, "bob"))]
+    devices = [split.mig[0], *(msgspec.structs.replace(split.mig[k + 1], processes=[found[k]]) for k in range(2))]
+    held = msgspec.structs.replace(split, mig=devices, processes=found)
+    async with opened(tmp_path, eight(gpus=[held, gpu("dgx", 1)])) as (_, shown, pilot):
+        processes = shown.query_one(ProcessGrid)
+        for text, users in (("", {"alice", "bob"}), ("user:alice", {"alice"}), ("state:free", set())):
+            shown.use_filter(text)
+            await pilot.pause()
+            drawn = "\n".join(processes.render_line(y).text for y in range(processes.size.height))
+            assert {user for user in ("alice", "bob") if user in drawn} == users
+        assert "no process on these GPUs" in drawn
 
 
 async def test_the_pane_is_whole(tmp_path: Path) -> None:

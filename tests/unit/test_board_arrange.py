@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.arrange import SORTS, Group, NodeRow, ViewState, arrange, arrange_nodes, key_of, natural, users_of
+from gpuboard.board.arrange import (
+    SORTS,
+    Group,
+    NodeRow,
+    ViewState,
+    arrange,
+    arrange_nodes,
+    count,
+    key_of,
+    natural,
+    users_of,
+)
 from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.gpu_row import Device, with_devices
@@ -176,3 +187,15 @@ def test_a_filter_leaves_out_the_mig_devices_that_do_not_match() -> None:
     assert devices("gpu:1") == []
     assert devices("-state:free") == ["busy", "reserved"]
     assert devices("-state:free,busy,reserved") == devices("-state:mig") == devices("-state:up") == []
+
+
+def test_what_a_filter_leaves_out_is_not_counted() -> None:
+    split = scene(
+        node("gpu01", [mig("gpu01", 0, "free", "busy", "free"), gpu("gpu01", 1), busy("gpu01", 2)]), unread("gpu02")
+    )
+    for text, gpus, nodes in (("state:free", 3, 0), ("state:busy", 2, 0), ("3g", 3, 0), ("state:unreachable", 0, 1)):
+        matches = GPUS.parse(text).matches
+        rows = arrange(split, ViewState(group="model"), matches)
+        pictured = arrange_nodes(split, ViewState(), matches)
+        assert count(rows) == count(pictured) == (gpus, nodes), text
+        assert sum(sum(part.total() for _, part in row.counts.parts) for row in rows if isinstance(row, Group)) == gpus

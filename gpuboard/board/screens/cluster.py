@@ -15,7 +15,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 
-from gpuboard.board.arrange import GROUPS, SORTS, NodeRow, ViewState, arrange, arrange_nodes, natural, pane_of
+from gpuboard.board.arrange import GROUPS, SORTS, ViewState, arrange, arrange_nodes, count, natural, pane_of
 from gpuboard.board.dialogs.columns import open_columns
 from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.gpu_actions import ActingScreen
@@ -74,7 +74,7 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         super().__init__()
         self.view = ViewState()
         self._marks: frozenset[str] = frozenset()
-        self._matching: int | None = None  # GPUs that match the filter; None: no filter
+        self._matching: tuple[int, int] | None = None  # GPUs and nodes that match the filter; None: no filter
         self._single = False  # there is one node only
 
     def compose(self) -> ComposeResult:
@@ -164,16 +164,14 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         if isinstance(grid, Picture):
             nodes = arrange_nodes(scene, self.view, matches)
             grid.show(scene, nodes)
-            found = (item for item in nodes if isinstance(item, NodeRow)) if matches else ()
-            count = sum(len(item.node.gpus if item.shown is None else item.shown) for item in found)
+            self._matching = count(nodes) if matches else None
         else:
             rows = arrange(scene, self.view, matches)
             if isinstance(grid, MeterGrid):
                 self.query_one("#single", SingleNode).show(scene, rows)
             else:
                 grid.show(scene, rows)
-            count = sum(isinstance(row, Place) for row in rows) if matches else 0
-        self._matching = count if matches else None
+            self._matching = count(rows) if matches else None
         if pressed:
             self.call_after_refresh(self._show_beside)  # a key that comes now is drawn before that
         else:
@@ -247,7 +245,7 @@ class ClusterScreen(FilteredScreen, ActingScreen):
             gone = len(self._marks) - len(self._selected())
             parts.append((f"{len(self._marks)} selected" + (f", {gone} gone" if gone else ""), "marked"))
         if self._matching is not None:
-            words = "1 GPU matches" if self._matching == 1 else f"{self._matching} GPUs match"
+            words = _matching_words(*self._matching)
             if self.field.wrong:  # the text in the field is not the filter in force
                 text = self.query_in_force.text
                 words += f" {fit(text, min(width(text), _NAME_MOST))}"
@@ -383,6 +381,13 @@ class ClusterScreen(FilteredScreen, ActingScreen):
             self.clear_filter()
         else:
             self.use_filter(message.query)
+
+
+def _matching_words(gpus: int, nodes: int) -> str:
+    """Return how many GPUs and nodes without known GPUs match: ``1 GPU and 2 nodes match``."""
+    counts = ((gpus, "GPU"), (nodes, "node"))
+    words = [f"{number} {word}{'s' * (number != 1)}" for number, word in counts if number] or ["0 GPUs"]
+    return f"{' and '.join(words)} match{'es' * (gpus + nodes == 1)}"
 
 
 def _place(scene: Scene, uuid: str) -> Place | None:

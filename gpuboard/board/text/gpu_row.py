@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from gpuboard.board.arrange import STATE_ORDER, Row, key_of, users_of
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.format import UNKNOWN, flag_mark
@@ -34,9 +36,11 @@ def with_devices(items: Sequence[Row]) -> Sequence[Shown]:
         return items
     found: list[Shown] = []
     for item in items:
-        found.append(item)
-        if isinstance(item, Place):
+        if isinstance(item, Place) and item.gpu.mig:
+            found.append(msgspec.structs.replace(item, gpu=item.part))
             found += (Device(item, device) for device in item.gpu.mig if device.uuid not in item.hidden)
+        else:
+            found.append(item)
     return found
 
 

@@ -15,7 +15,7 @@ import msgspec
 from rich.style import Style
 
 from gpuboard.board.arrange import STATE_ORDER, Group, NodeRow, users_of
-from gpuboard.board.scene import Scene
+from gpuboard.board.scene import Scene, without
 from gpuboard.board.text.cells import fit, fit_names, fit_runs, width
 from gpuboard.board.text.format import (
     FLAG_MARKS,
@@ -193,7 +193,7 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
     if not node.gpus:
         words = node.error or "no GPU found"
         return (name, connection, Cell(words, trouble_role(node), rest=True))
-    shown = [gpu for gpu in node.gpus if item.shown is None or gpu.uuid in item.shown]
+    shown = item.parts
     free, total = map(sum, zip(*(units(gpu) for gpu in shown), strict=True)) if shown else (0, 0)
     role = "unknown" if node.state != "up" else "free" if free else "dim"
     count = Cell(f"{free if node.state == 'up' else UNKNOWN}/{total}", role)
@@ -253,7 +253,8 @@ def _gpus(item: NodeRow, drawing: Drawing, *, head: bool) -> list[Runs]:
             text = letter_of(gpu)[0].lower() + flag_mark(gpu.flags)[0] if head else ""
             cell = [[(text.ljust(size.width), "dim")]] * len(lines)
         else:
-            cell = [first_line(gpu, ink, marked=marked)] if head else further_lines(gpu, ink)
+            part = without(gpu, item.hidden)
+            cell = [first_line(part, ink, marked=marked)] if head else further_lines(part, ink)
         for line, parts in zip(lines, cell, strict=True):
             if place and place % PACK == 0:
                 line.append((" ", ""))

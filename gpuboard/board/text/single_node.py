@@ -267,12 +267,12 @@ def no_process(places: Sequence[Place]) -> str:
 
 
 def process_columns(places: Iterable[Place]) -> tuple[Column, ...]:
-    return with_values(TITLES, [process for place in places for process in place.gpu.processes or ()])
+    return with_values(TITLES, [process for place in places for process in place.part.processes or ()])
 
 
 def process_rows(places: Iterable[Place]) -> list[Row]:
     """Return a row per process and GPU, by GPU and memory."""
-    found = [(place, process) for place in places for process in place.gpu.processes or ()]
+    found = [(place, process) for place in places for process in place.part.processes or ()]
     found.sort(key=lambda one: (one[0].gpu.index, -(one[1].memory or 0), one[1].pid))
     return [
         Row(
