@@ -247,16 +247,17 @@ def _rows(scene: Scene, matches: Matches | None) -> list[Row]:
             place = places[gpu.uuid]
             # `is`: a UUID on two nodes (one machine with two names) is one row
             if place.gpu is gpu and (matches is None or matches(node, gpu, scene)):
-                hidden = frozenset() if matches is None else _hidden(place, scene, matches)
-                found.append(Place(node, gpu, hidden) if hidden else place)
+                found += [place] if matches is None or not gpu.mig else _matching(place, scene, matches)
     return found
 
 
-def _hidden(place: Place, scene: Scene, matches: Matches) -> frozenset[str]:
-    """Return the MIG devices that do not match by themselves, unless none does."""
-    devices = {device.uuid: as_gpu(place.gpu, device) for device in place.gpu.mig}
-    hidden = frozenset(uuid for uuid, device in devices.items() if not matches(place.node, device, scene))
-    return hidden if len(hidden) < len(devices) else frozenset()
+def _matching(place: Place, scene: Scene, matches: Matches) -> list[Place]:
+    """Return a GPU in MIG mode with the devices that match by themselves; if none does, but the GPU itself, all."""
+    node, gpu = place.node, place.gpu
+    hidden = frozenset(device.uuid for device in gpu.mig if not matches(node, as_gpu(gpu, device), scene))
+    if len(hidden) < len(gpu.mig):
+        return [Place(node, gpu, hidden)]
+    return [place] if matches(node, msgspec.structs.replace(gpu, mig=[]), scene) else []
 
 
 def as_gpu(gpu: GpuView, device: MigView) -> GpuView:

@@ -185,6 +185,8 @@ def test_a_filter_leaves_out_the_mig_devices_that_do_not_match() -> None:
     assert devices("model:3g") == ["free", "busy", "reserved"]
     assert devices("state:mig") == ["free", "busy", "reserved"]  # the GPU itself
     assert devices("gpu:1") == []
+    assert devices("user:erin state:reserved") == ["reserved"]
+    assert keys(ViewState(), "user:erin state:free", shown) == []  # no device is both
     assert devices("-state:free") == ["busy", "reserved"]
     assert devices("-state:free,busy,reserved") == devices("-state:mig") == devices("-state:up") == []
 
