@@ -68,15 +68,18 @@ async def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
 async def test_a_click_on_a_count_of_the_header_shows_only_these(tmp_path: Path) -> None:
     async with at_cluster(tmp_path, lab(), (160, 40)) as (app, shown, pilot):
         counts = screen(app).splitlines()
-        for row, words, wanted in (
-            (1, "2 busy", "state:busy,occupied"),
-            (0, "1 unreachable", "state:unreachable"),
-            (1, "3 free", "state:free"),
+        for row, words, wanted, matching in (
+            (1, "2 busy", 'model="H100 80GB" state:busy,occupied', "2 GPUs match"),
+            (0, "1 unreachable", "state:unreachable", "1 node matches"),
+            (1, "2 free of 2", "model=L40S state:free", "2 GPUs match"),
+            (1, "H100 80GB 3g", 'model="H100 80GB 3g.40gb" state:free', "1 GPU matches"),
+            (1, "3 free", 'model="H100 80GB" state:free', "3 GPUs match"),
         ):
             await pilot.click(Summary, offset=(counts[row].index(words), row))
             await settle(pilot, lambda wanted=wanted: shown.view.filter == wanted)  # type: ignore[misc]
             assert shown.grid.has_focus
-        await pilot.click(Summary, offset=(1, 1))  # a model's name
+            await settle(pilot, lambda matching=matching: status(app).startswith(matching))  # type: ignore[misc]
+        await pilot.click(Summary, offset=(counts[0].index("nodes"), 0))  # counts no GPUs
         await pilot.click(Summary, offset=(counts[1].index("3 free"), 1))
         await settle(pilot, lambda: not shown.view.filter)
         assert not shown.field.is_open

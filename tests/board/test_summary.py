@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from gpuboard.board.arrange import ViewState, arrange, count
+from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.scene import Scene
+from gpuboard.board.text.cells import width
 from gpuboard.board.text.format import age, gib, pair
-from gpuboard.board.widgets.header import header
+from gpuboard.board.widgets.header import header, picked
 from gpuboard.model.gpu import short_model
 from tests.board.made import GIB, awaited, busy, gpu, mig, node, scene, unread
 
@@ -71,6 +76,24 @@ def test_simulation_is_shown_at_any_width(columns: int) -> None:
 def test_the_header_never_wraps(columns: int) -> None:
     for tall in (True, False):
         assert all(len(line) <= columns for line in texts(cluster(), columns, tall=tall))
+
+
+@pytest.mark.parametrize("columns", range(20, 200, 7))
+def test_the_filter_of_a_count_finds_exactly_what_is_counted(columns: int) -> None:
+    named = [("NVIDIA A100-SXM4-80GB", "free"), ("NVIDIA A100-PCIE-40GB", "busy"), ("V's, x", "free")]
+    others = [gpu("gpu05", k, state, name=name) for k, (name, state) in enumerate(named)]
+    found = scene(*cluster().snapshot.nodes, node("gpu05", [*others, mig("gpu05", 4), mig("gpu05", 5, "busy")]))
+    for tall in (True, False):
+        for y, runs in enumerate(header(found, columns, tall=tall)):
+            x = 0
+            for text, _ in runs:
+                if query := picked(found, columns, x, y, tall=tall):
+                    matches = GPUS.parse(query).matches
+                    gpus, nodes = count(arrange(found, ViewState(), matches))
+                    numbers = re.findall(r"^(?:free|[ /]|of)*([0-9]+)", text)
+                    if query not in {"state:mig", "state:unknown"}:  # also GPUs with devices, and nodes without GPUs
+                        assert all(int(number) == gpus + nodes for number in numbers), (text, query)
+                x += width(text)
 
 
 def test_before_the_first_reading_it_shows_that() -> None:

@@ -96,6 +96,8 @@ def found(text: str, within: Scene = SCENE) -> list[str]:
         ("age>5s", ["gpu02:0", "gpu02:1"]),
         ("age>10s", ["gpu02:1"]),
         ("model:l40", ["gpu02:0"]),
+        ('model="H100 80GB"', ["gpu01:0", "gpu01:1", "gpu01:2", "gpu02:1"]),
+        ('model="H100 80GB 3g.40gb"', ["gpu10:0"]),
         ("model:*H?00*", ["gpu01:0", "gpu01:1", "gpu01:2", "gpu02:1", "gpu10:0"]),
         ("gpu:0,1 node:gpu01", ["gpu01:0", "gpu01:1"]),
         ("gpu:1-2", ["gpu01:1", "gpu01:2", "gpu02:1"]),

@@ -43,15 +43,15 @@ def complete(text: str, language: Language[P], values: Callable[[Key[P]], Iterab
         return Completion()
     known = sorted({value for value in values(key) if value and not {"'", '"'} <= {*value}}, key=natural)
     found = [value for value in dict.fromkeys((*key.words, *known)) if _begins(value, end.typed) and value != end.typed]
-    return Completion(tuple(text[: end.at] + _written(value, end.quote) for value in found), tuple(found), key.hint)
+    return Completion(tuple(text[: end.at] + written(value, end.quote) for value in found), tuple(found), key.hint)
 
 
 def _begins(value: str, typed: str) -> bool:
     return value[: len(typed)].casefold() == typed.casefold()
 
 
-def _written(value: str, quote: str) -> str:
-    """Return a value in quotes where it needs them."""
+def written(value: str, quote: str = "") -> str:
+    """Return a value as it is typed: in quotes where it needs them, or where one is open."""
     if quote or not _QUOTED.isdisjoint(value):
         sign = "'" if '"' in value else '"'
         return f"{sign}{value}{sign}"

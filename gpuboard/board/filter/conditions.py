@@ -151,6 +151,12 @@ def _part(hint: str, cost: int, values: Callable[[GpuView, Scene], Iterable[str 
     return named(hint, _of_gpu(values), cost=cost, begins=False, offered=False)
 
 
+def _models(gpu: GpuView, scene: Scene) -> list[str]:
+    """Return the names by which a GPU, or in its place its MIG devices, can be found: in full and as they are shown."""
+    names = [f"{gpu.name} {device.profile}" for device in gpu.mig] or [gpu.name]
+    return [*names, *(short_model(name) for name in names if name)]
+
+
 def _purposes(gpu: GpuView, scene: Scene) -> Iterable[str]:
     return (lease.purpose for uuid in _uuids(gpu) for lease in scene.leases_on(uuid))
 
@@ -161,8 +167,7 @@ KEYS: Mapping[str, GpuKey] = {
     "user": person(_of_gpu(_people), _is_mine, cost=5),
     "node": place(lambda node, gpu, scene: (node.name,)),
     "gpu": gpu_index(lambda node, gpu, scene: () if gpu is None else (gpu.index,)),
-    "model": Key("a part of the name, model:H100, model:1g.10gb", 3,
-                 text(_of_gpu(lambda gpu, scene: (gpu.name, *(f"{gpu.name} {mig.profile}" for mig in gpu.mig)))),
+    "model": Key("a part of the name, model:H100, model:1g.10gb", 3, text(_of_gpu(_models)),
                  offers=_of_gpu(lambda gpu, scene: (short_model(gpu.name), *(mig.profile for mig in gpu.mig)))),
     "mem": _memory(lambda gpu: gpu.memory_used, "mem", "the memory in use, mem>40GiB or mem>50%"),
     "free": _memory(_free, "free", "the memory free, free>40GiB"),

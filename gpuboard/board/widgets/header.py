@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
-from rich.style import Style
-
+from gpuboard.board.filter.completion import written
 from gpuboard.board.sums import Count, Sums
 from gpuboard.board.text.cells import width
 from gpuboard.board.text.format import UNKNOWN, age, shortest_model
@@ -25,60 +25,71 @@ _REST = (
     ("broken", "X", ("broken",)),
     ("unknown", "?", ("unknown",)),
 )
-_STATES = {"free": ("free",), **{word: states for word, _, states in _REST}}
-_NODE_STATES = frozenset({"unreachable", "connecting", "stale"})
+_FREE = "state:free"
 _WIDE = 100  # columns from which the header takes two lines
 _SEPARATOR = " · "
 
 
+class Part(NamedTuple):
+    """A piece of a line in one style; with ``query`` it counts what this filter shows."""
+
+    text: str
+    style: str  # a role of Look
+    query: str = ""
+
+
+Parts = tuple[Part, ...]
+_MARGIN = Part(" ", "")
+
+
 def header(scene: Scene, columns: int, *, tall: bool) -> list[Runs]:
     """Return the header, where ``tall`` and wide of two lines: free counts always fit, words where space is left."""
+    return [tuple((text, style) for text, style, _ in line) for line in _lines(scene, columns, tall=tall)]
+
+
+def picked(scene: Scene, columns: int, x: int, y: int, *, tall: bool) -> str:
+    """Return the filter for what the header counts at ``x`` in its line ``y``; "": it counts nothing there."""
+    for text, _, query in chain(*_lines(scene, columns, tall=tall)[y : y + 1]):
+        x -= width(text)
+        if x < 0:
+            return query
+    return ""
+
+
+def _lines(scene: Scene, columns: int, *, tall: bool) -> list[Parts]:
     facts = scene.sums
-    clock = datetime.fromisoformat(scene.snapshot.at).astimezone().strftime("%H:%M:%S")
-    label: Runs = ((f" {scene.label} ", "warn"),) if scene.label else ()
+    clock = (Part(datetime.fromisoformat(scene.snapshot.at).astimezone().strftime("%H:%M:%S"), "dim"),)
+    label: Parts = (Part(f" {scene.label} ", "warn"),) if scene.label else ()
     if tall and columns >= _WIDE:
         name = scene.snapshot.cluster or "gpuboard"
-        left: Runs = ((f" {name} ", "title"), *label)
-        right = _join([*_about(facts, words=True), ((clock, "dim"),)])
-        fitting = ((k, runs) for k, runs in enumerate(_models(facts)) if _width(runs) <= columns - 1)
+        left: Parts = (Part(f" {name} ", "title"), *label)
+        right = _join([*_about(facts, words=True), clock])
+        fitting = ((k, parts) for k, parts in enumerate(_models(facts)) if _width(parts) <= columns - 1)
         number, counts = next(fitting, (0, _total(facts)))
         others = _others(facts)
         if number > 1 and _width(left) + _width(others) + 4 + _width(right) <= columns:
-            left = (*left, ("  ", ""), *others)  # no room for them beside each model
-        return [_apart(left, right, columns), ((" ", ""), *counts)]
+            left = (*left, Part("  ", ""), *others)  # no room for them beside each model
+        return [_apart(left, right, columns), (_MARGIN, *counts)]
     rights = [
-        (*_join([*_about(facts, words=True), ((clock, "dim"),)]), *label),
+        (*_join([*_about(facts, words=True), clock]), *label),
         (*_join(_about(facts, words=True)), *label),
         (*_join(_about(facts, words=False)), *label),
     ]
     for number, counts in enumerate(_models(facts)):
         for right in rights if number < 3 else rights[2:]:
             if 1 + _width(counts) + 2 + _width(right) <= columns:
-                return [_apart(((" ", ""), *counts), right, columns)]
-    return [_apart(((" ", ""), *_total(facts)), label, columns)]
+                return [_apart((_MARGIN, *counts), right, columns)]
+    return [_apart((_MARGIN, *_total(facts)), label, columns)]
 
 
-def picked(runs: Runs, x: int) -> str | None:
-    """Return the filter for what a line of the header counts at ``x``; None: it counts nothing there."""
-    for text, role in runs:
-        x -= width(text)
-        if x < 0:
-            word = text.split()[-1] if text.strip() else ""
-            if word in _NODE_STATES:
-                return f"state:{word}"
-            states = _STATES.get(str(role)) if any(char.isdigit() for char in text) or word == "free" else None
-            return f"state:{','.join(states)}" if states else None
-    return None
-
-
-def _models(facts: Sums) -> Iterator[Runs]:
+def _models(facts: Sums) -> Iterator[Parts]:
     """Make texts from the longest to the shortest: each model in detail, at last the free total alone."""
     if not facts.models:
-        yield (("no GPU seen", "unknown"),)
+        yield (Part("no GPU seen", "unknown"),)
         return
     for words in (4, 3, 2, 1, 0):
         counts = _join([_count(count, words) for count in facts.models])
-        yield counts if words > 1 else (("free  ", "free"), *counts)
+        yield counts if words > 1 else (Part("free  ", "free", _FREE), *counts)
     free = [count for count in facts.models if count.states["free"]]
     free.sort(key=lambda count: -count.states["free"])
     for most in range(len(free), 0, -1):
@@ -86,75 +97,83 @@ def _models(facts: Sums) -> Iterator[Runs]:
     yield _total(facts)
 
 
-def _count(count: Count, words: int) -> Runs:
-    free = f"{count.states['free']:>{len(str(count.total))}}"
+def _count(count: Count, words: int) -> Parts:
+    model = f"model={written(count.model)}"
+    free = f"{model} {_FREE}"
+    number = f"{count.states['free']:>{len(str(count.total))}}"
     style = "free" if count.states["free"] else "dim"
-    runs: list[tuple[str, str | Style]] = [
-        (f"{count.model if words else shortest_model(count.model)} ", "title"),
-        (free, style),
-    ]
+    name = count.model if words else shortest_model(count.model)
+    parts = [Part(f"{name} ", "title", free), Part(number, style, free)]
     if words < 2:
-        return (*runs, (f"/{count.total}", "dim"))
-    runs += [(" free", style), (f" of {count.total}", "dim")]
+        return (*parts, Part(f"/{count.total}", "dim", model))
+    parts += [Part(" free", style, free), Part(f" of {count.total}", "dim", model)]
     if words > 2:
         gap = "  "
         for word, letter, states in _REST:
-            if number := sum(count.states[state] for state in states):
+            if found := sum(count.states[state] for state in states):
+                text = f"{found} {word}" if words == 4 else f"{found}{letter}"
                 # the gap is apart: a theme may underline
-                runs += [(gap, ""), (f"{number} {word}" if words == 4 else f"{number}{letter}", word)]
+                parts += [Part(gap, ""), Part(text, word, f"{model} {_in(states)}")]
                 gap = "  " if words == 4 else " "
-    return tuple(runs)
+    return tuple(parts)
 
 
-def _others(facts: Sums) -> Runs:
+def _in(states: Sequence[str]) -> str:
+    return f"state:{','.join(states)}"
+
+
+def _others(facts: Sums) -> Parts:
     """Return how many GPUs of all models are not free, by state."""
-    found: list[Runs] = []
+    found: list[Parts] = []
     for word, _, states in _REST:
         if number := sum(count.states[state] for count in facts.models for state in states):
-            found.append(((f"{number} {word}", word),))
+            found.append((Part(f"{number} {word}", word, _in(states)),))
     return _join(found)
 
 
-def _only_free(facts: Sums, counts: Sequence[Count], *, cut: bool) -> Runs:
-    runs: list[tuple[str, str | Style]] = [*_total(facts), (":", "dim")]
+def _only_free(facts: Sums, counts: Sequence[Count], *, cut: bool) -> Parts:
+    parts = [*_total(facts), Part(":", "dim")]
     for count in counts:
-        runs += [(f"  {shortest_model(count.model)} ", "title"), (str(count.states["free"]), "free")]
-    return (*runs, ("  …", "dim")) if cut else tuple(runs)
+        query = f"model={written(count.model)} {_FREE}"
+        parts += [Part("  ", "title"), Part(f"{shortest_model(count.model)} ", "title", query)]
+        parts.append(Part(str(count.states["free"]), "free", query))
+    return (*parts, Part("  …", "dim")) if cut else tuple(parts)
 
 
-def _total(facts: Sums) -> Runs:
+def _total(facts: Sums) -> Parts:
     total = sum(count.total for count in facts.models)
-    return ((f"{facts.free} free", "free" if facts.free else "dim"), (f" of {total}", "dim"))
+    return (Part(f"{facts.free} free", "free" if facts.free else "dim", _FREE), Part(f" of {total}", "dim"))
 
 
-def _about(facts: Sums, *, words: bool) -> list[Runs]:
-    parts: list[Runs] = []
+def _about(facts: Sums, *, words: bool) -> list[Parts]:
+    parts: list[Parts] = []
     if words:
-        parts.append(((f"{facts.nodes} nodes" if facts.nodes != 1 else "1 node", "dim"),))
-    if facts.unreachable:
-        parts.append(((f"{facts.unreachable} unreachable", "bad"),))
-    if facts.connecting:
-        parts.append(((f"{facts.connecting} connecting", "unknown"),))
-    if facts.stale:
-        parts.append(((f"{facts.stale} stale", "warn"),))
+        parts.append((Part(f"{facts.nodes} nodes" if facts.nodes != 1 else "1 node", "dim"),))
+    for number, word, style in (
+        (facts.unreachable, "unreachable", "bad"),
+        (facts.connecting, "connecting", "unknown"),
+        (facts.stale, "stale", "warn"),
+    ):
+        if number:
+            parts.append((Part(f"{number} {word}", style, f"state:{word}"),))
     oldest = age(facts.oldest_s)
     style = "unknown" if oldest == UNKNOWN else "warn" if facts.stale or facts.unreachable else "dim"
-    parts.append((((f"oldest {oldest:>3}" if words else f"{oldest:>3}"), style),))
+    parts.append((Part(f"oldest {oldest:>3}" if words else f"{oldest:>3}", style),))
     return parts
 
 
-def _join(parts: Sequence[Runs]) -> Runs:
-    runs: list[tuple[str, str | Style]] = []
-    for part in parts:
-        if runs:
-            runs.append((_SEPARATOR, "dim"))
-        runs += part
-    return tuple(runs)
+def _join(found: Sequence[Parts]) -> Parts:
+    joined: list[Part] = []
+    for parts in found:
+        if joined:
+            joined.append(Part(_SEPARATOR, "dim"))
+        joined += parts
+    return tuple(joined)
 
 
-def _width(runs: Runs) -> int:
-    return sum(width(text) for text, _ in runs)
+def _width(parts: Parts) -> int:
+    return sum(width(part.text) for part in parts)
 
 
-def _apart(left: Runs, right: Runs, columns: int) -> Runs:
-    return (*left, (" " * max(2, columns - _width(left) - _width(right) - 1), ""), *right)
+def _apart(left: Parts, right: Parts, columns: int) -> Parts:
+    return (*left, Part(" " * max(2, columns - _width(left) - _width(right) - 1), ""), *right)

@@ -96,13 +96,24 @@ class Summary(Lines):
             super().__init__()
             self.query = query
 
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._scene: Scene | None = None
+
+    @property
+    def _tall(self) -> bool:
+        return self.app.size.height >= 24
+
     def show_scene(self, scene: Scene) -> None:
-        self.set_lines(header(scene, self.app.size.width, tall=self.app.size.height >= 24))
+        self._scene = scene
+        self.set_lines(header(scene, self.app.size.width, tall=self._tall))
 
     def on_click(self, event: events.Click) -> None:
         """Offer the filter for the count that was clicked."""
-        at = event.get_content_offset(self)
-        if at is not None and at.y < len(self._lines) and (query := picked(tuple(self._lines[at.y]), at.x)) is not None:
+        at, scene = event.get_content_offset(self), self._scene
+        if at is None or scene is None:
+            return
+        if query := picked(scene, self.app.size.width, at.x, at.y, tall=self._tall):
             self.post_message(self.Picked(query))
 
 
