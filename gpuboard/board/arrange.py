@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -72,6 +72,7 @@ class NodeRow(msgspec.Struct, frozen=True):
 
 
 Row = Place | NodeView | Group
+RowT = TypeVar("RowT", bound=Row)
 
 
 def pane_of(view: ViewState, columns: int, lines: int) -> tuple[str, int]:
@@ -93,7 +94,7 @@ def key_of(row: Row) -> str:
 
 def arrange(scene: Scene, view: ViewState, matches: Matches | None = None) -> list[Row]:
     """Return the rows of the table. Sorting is stable; unknown values come last in both directions."""
-    rows = _sorted(_rows(scene, matches), view, scene)
+    rows = in_order(_rows(scene, matches), view, scene)
     if view.group not in GROUPS or view.group == "none":
         return rows
     members: dict[str, list[Row]] = {}
@@ -245,19 +246,25 @@ def _rows(scene: Scene, matches: Matches | None) -> list[Row]:
             continue
         for gpu in node.gpus:
             place = places[gpu.uuid]
-            # `is`: a UUID on two nodes (one machine with two names) is one row
-            if place.gpu is gpu and (matches is None or matches(node, gpu, scene)):
-                found += [place] if matches is None or not gpu.mig else _matching(place, scene, matches)
+            if place.gpu is not gpu:  # a UUID on two nodes (one machine with two names) is one row
+                continue
+            shown = place if matches is None else matching(place, scene, matches)
+            if shown is not None:
+                found.append(shown)
     return found
 
 
-def _matching(place: Place, scene: Scene, matches: Matches) -> list[Place]:
-    """Return a GPU in MIG mode with the devices that match by themselves; if none does, but the GPU itself, all."""
+def matching(place: Place, scene: Scene, matches: Matches) -> Place | None:
+    """Return a GPU that matches, with those of its MIG devices that do; if none does, but the GPU itself, with all."""
     node, gpu = place.node, place.gpu
+    if not matches(node, gpu, scene):
+        return None
     hidden = frozenset(device.uuid for device in gpu.mig if not matches(node, as_gpu(gpu, device), scene))
+    if not hidden:
+        return place
     if len(hidden) < len(gpu.mig):
-        return [Place(node, gpu, hidden)]
-    return [place] if matches(node, msgspec.structs.replace(gpu, mig=[]), scene) else []
+        return Place(node, gpu, hidden)
+    return place if matches(node, msgspec.structs.replace(gpu, mig=[]), scene) else None
 
 
 def as_gpu(gpu: GpuView, device: MigView) -> GpuView:
@@ -277,12 +284,13 @@ def as_gpu(gpu: GpuView, device: MigView) -> GpuView:
     )
 
 
-def _sorted(rows: list[Row], view: ViewState, scene: Scene) -> list[Row]:
+def in_order(rows: list[RowT], view: ViewState, scene: Scene) -> list[RowT]:
+    """Return rows in the order of a view; unknown values come last in both directions."""
     value_of = SORTS.get(view.sort)
     if value_of is None:
         return rows
-    known: list[tuple[Any, Row]] = []
-    unknown: list[Row] = []
+    known: list[tuple[Any, RowT]] = []
+    unknown: list[RowT] = []
     for row in rows:
         if isinstance(row, Place):
             value = value_of(row, scene)

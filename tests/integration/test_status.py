@@ -173,6 +173,11 @@ def test_filters_apply_to_the_table_and_json(here: Here) -> None:
     assert here.json("status", "--json", "--filter", "util>200")["nodes"] == []
     lines = here.run("status", "--columns=gpu,util", "--sort=util,desc").stdout.splitlines()
     assert lines[:2] == ["GPU  UTIL", "  1  100%"]
+    here.gpus([Gpu(mig=(Mig("MIG-a", used=30 * GIB), Mig("MIG-b", "1g.10gb", gi=2)))])
+    [node] = here.json("status", "--json", "--free")["nodes"]
+    assert [device["uuid"] for gpu in node["gpus"] for device in gpu["mig"]] == ["MIG-b"]
+    lines = here.run("status", "--format=csv", "--columns=gpu,uuid", "--filter=state:free").stdout.splitlines()
+    assert lines[2:] == ["0,1,MIG-b"]
     for args, message in (
         (("--columns", "utl"), "gpuboard: --columns: 'utl' is not a column; did you mean util?"),
         (("--sort", "utl"), "gpuboard: --sort: 'utl' is not a key to sort by; did you mean util?"),

@@ -55,7 +55,7 @@ def test_board_and_command_count_the_same_users_and_no_hidden_owner() -> None:
     found = running([node("gpu01", [process(1), process(2, user=None)], [process(3, user="bob")])])
     words = "3 processes on 2 GPUs of 1 node, 2 users"
     assert table(found, None, colour=False)[-1] == words
-    assert overview(found, shown=3, selected=0, order="by pid")[0][0] == f"{words}  3.0G"
+    assert overview(found, found, [], "by pid")[0][0] == f"{words}  3.0G"
 
 
 def test_a_reused_pid_is_another_process() -> None:

@@ -19,6 +19,7 @@ from gpuboard.model.gpu import GpuState
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.snapshot import GpuView, JobView, MigView, NodeView, ProcessView, Snapshot
 from gpuboard.model.text import clean
+from tests.board.made import mig
 
 GIB = 2**30
 FREE = GpuView(
@@ -51,7 +52,8 @@ def table(of: Snapshot, width: int | None, *args: str, leases: Sequence[Lease] =
     read = parser_of(load("status")).read(args)
     names = columns.columns(read.columns) if read.columns else columns.TABLE
     scene = Scene(of, LeaseList(1, of.at, list(leases)), uids={"gpu01": 1000})
-    return status.table(scene, width, names, Selection(read), colour=colour)
+    selection = Selection(read.filter, read.user, free=read.free, sort=read.sort)
+    return status.table(scene, width, names, selection, colour=colour)
 
 
 def lease(name: str, owner: str, *uuids: str) -> Lease:
@@ -221,16 +223,29 @@ def test_filter_sort_user_and_free() -> None:
     assert last == "lab: 2 GPUs: 2 free; 2 of 3 GPUs match; 1 of 2 nodes unreachable, its GPUs are not counted"
 
 
-def test_free_lists_the_free_devices_of_a_gpu_in_mig_mode() -> None:
-    states: tuple[GpuState, ...] = ("free", "busy")
-    devices = [MigView(f"MIG-{n}", "3g.40gb", state, "", 0, 40 * GIB, []) for n, state in enumerate(states)]
-    parent = GpuView(
-        index=1, uuid="GPU-3", name="A100", pci_bus_id="0", state="mig", reason="", flags=["mig"], mig=devices
-    )
-    cluster = snapshot(NodeView(name="gpu01", state="up", age_s=0.0, gpus=[parent, BUSY]))
-    assert [line.split() for line in table(cluster, None, "--columns=gpu,state", "--free", colour=False)[1:-2]] == [
-        ["1", "mig"], ["1:0", "free"],
-    ]  # fmt: skip
+def test_a_filter_leaves_out_mig_devices_and_the_others_keep_their_numbers() -> None:
+    held = lease("k3f9", "alice", "MIG-gpu01-1-2")
+    split, whole = mig("gpu01", 1, "busy", "free", "free"), mig("gpu01", 2, "busy")
+    cluster = snapshot(NodeView(name="gpu01", state="up", age_s=0.0, gpus=[split, whole, BUSY]))
+
+    def slots(*args: str) -> list[str]:
+        lines = table(cluster, None, "--columns=gpu", *args, leases=[held], colour=False)
+        return [line.strip() for line in lines[1:-2]]
+
+    assert slots("--free") == slots("--filter", "state:free") == ["1", "1:1", "1:2"]
+    assert slots("--filter", "state:busy", "--sort", "gpu,desc") == ["11", "2", "2:0", "1", "1:0"]
+    assert slots("--user", "alice") == slots("--free", "--user", "alice") == ["1", "1:2"]
+    assert slots("--filter", "state:mig") == ["1", "1:0", "1:1", "1:2", "2", "2:0"]  # the GPU itself
+    assert slots("--free", "--filter", "state:mig") == ["1", "1:1", "1:2"]
+    assert slots("--filter", "state:busy", "--user", "alice") == []  # no device is both
+    assert table(cluster, None, "--free", colour=False)[-1] == "lab: 2 MIG devices: 2 free; 1 of 3 GPUs match"
+
+
+def test_a_machine_under_two_names_is_listed_under_both_in_every_order() -> None:
+    twice = snapshot(msgspec.structs.replace(UP, name="beta"), msgspec.structs.replace(UP, name="alpha"))
+    assert len(table(twice, None, colour=False)) == len(table(twice, None, "--sort", "node", colour=False)) == 9
+    rows = [line.split() for line in table(twice, None, "--columns=gpu,node", "--sort", "gpu", colour=False)[1:-2]]
+    assert rows == [["0", "alpha"], ["0", "beta"], ["2", "alpha"], ["2", "beta"], ["11", "alpha"], ["11", "beta"]]
 
 
 def test_node_without_gpus() -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gpuboard.board.arrange import age_of, sensor, users_of
 from gpuboard.board.filter.conditions import ALIASES
-from gpuboard.board.scene import Scene
+from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.format import reason_beside
 from gpuboard.cli.options import nearest
 from gpuboard.cli.table import Cell, Column, Step
@@ -65,9 +65,11 @@ class StatusColumn(NamedTuple):
     fields: dict[str, Callable[[DeviceRow], Value]]
 
 
-def devices(node: NodeView, gpu: GpuView, scene: Scene) -> list[DeviceRow]:
-    """Return a GPU and its MIG devices as rows."""
-    return [DeviceRow(node, gpu, scene), *(DeviceRow(node, gpu, scene, mig) for mig in gpu.mig)]
+def devices(place: Place, scene: Scene) -> list[DeviceRow]:
+    """Return a GPU and its MIG devices as rows, without those that are left out."""
+    node, gpu = place.node, place.gpu
+    parts = (DeviceRow(node, gpu, scene, mig) for mig in gpu.mig if mig.uuid not in place.hidden)
+    return [DeviceRow(node, gpu, scene), *parts]
 
 
 def of_gpu(value: Callable[[GpuView], Value]) -> Callable[[DeviceRow], Value]:

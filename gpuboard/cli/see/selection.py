@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from gpuboard.board.arrange import SORTS, Matches, ViewState, arrange
+from gpuboard.board.arrange import SORTS, Matches, ViewState, in_order, matching, natural
 from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.filter.language import QueryError
 from gpuboard.board.filter.matchers import ME
-from gpuboard.board.scene import Place, Scene
+from gpuboard.board.scene import Place, Scene, without
 from gpuboard.cli.see.columns import named
 from gpuboard.errors import UsageError
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot
@@ -32,28 +34,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sort", metavar="KEY[,desc]", help=f"one of {', '.join(SORT_KEYS)}; unknown values last")
 
 
-class Selection:
-    """What the options select."""
+class Listed(NamedTuple):
+    """A node with those of its GPUs that are listed."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Raises UsageError for an invalid filter, user or key."""
+    node: NodeView
+    places: list[Place]  # each with the MIG devices that are left out
+
+    def cut(self) -> NodeView:
+        """Return the node with only these GPUs and MIG devices."""
+        return msgspec.structs.replace(self.node, gpus=[without(place.gpu, place.hidden) for place in self.places])
+
+
+class Selection:
+    """What the options select; without any, every GPU."""
+
+    def __init__(
+        self, query: str | None = None, user: str | None = None, *, free: bool = False, sort: str | None = None
+    ) -> None:
+        """``query``: the value of --filter. Raises UsageError for an invalid filter, user or key."""
         self._tests: list[Matches] = []
         self.keys: set[str] = set()  # of the filter and the order
-        if args.filter:
+        if query:
             try:
-                query = GPUS.parse(args.filter)
-                self._tests.append(query.matches)
-                self.keys |= query.keys
+                parsed = GPUS.parse(query)
+                self._tests.append(parsed.matches)
+                self.keys |= parsed.keys
             except QueryError as error:
                 raise UsageError(f"--filter: {error}") from None
-        if args.user:
-            self._tests.append(GPUS.parse("user:me").matches if args.user == ME else _of_user(args.user))
-        if args.free:
+        if user:
+            self._tests.append(GPUS.parse("user:me").matches if user == ME else _of_user(user))
+        if free:
             self._tests.append(GPUS.parse("state:free").matches)
-        self._free: bool = args.free
         self._view = ViewState()
-        if args.sort:
-            key, _, direction = args.sort.partition(",")
+        if sort:
+            key, _, direction = sort.partition(",")
             name = named(key.strip(), SORT_KEYS, "--sort", "a key to sort by")
             if direction.strip().lower() not in {"", "asc", "desc"}:
                 raise UsageError(f"--sort: {quoted(direction.strip())} after the key; write {name} or {name},desc")
@@ -61,38 +75,32 @@ class Selection:
             self._view = ViewState(sort=SORT_KEYS[name], reverse=direction.strip().lower() == "desc")
 
     @property
-    def filters(self) -> bool:
-        """Whether any GPU may be left out."""
-        return bool(self._tests)
-
-    @property
     def sorts(self) -> bool:
         """Whether an order was asked for."""
         return bool(self._view.sort)
 
-    def listed(self, scene: Scene) -> Snapshot:
-        """Return the snapshot with the GPUs that match, and the nodes that have such or match without any GPU."""
-        if not self.filters:
-            return scene.snapshot
-        nodes: list[NodeView] = []
+    def listed(self, scene: Scene) -> list[Listed]:
+        """Return the nodes that have GPUs that match, with these, and the nodes that match without any GPU."""
+        found: list[Listed] = []
         for node in scene.snapshot.nodes:
-            gpus = [self._part(gpu) for gpu in node.gpus if self._matches(node, gpu, scene)]
-            if gpus or (not node.gpus and self._matches(node, None, scene)):
-                nodes.append(msgspec.structs.replace(node, gpus=gpus))
-        return msgspec.structs.replace(scene.snapshot, nodes=nodes)
+            places = [one for gpu in node.gpus if (one := matching(Place(node, gpu), scene, self._matches)) is not None]
+            if places or (not node.gpus and self._matches(node, None, scene)):
+                found.append(Listed(node, places))
+        return found
 
-    def ordered(self, scene: Scene) -> list[Place]:
-        """Return the GPUs of ``scene`` in the order that was asked for."""
-        return [row for row in arrange(scene, self._view) if isinstance(row, Place)]
+    def snapshot(self, scene: Scene, listed: Sequence[Listed]) -> Snapshot:
+        """Return the part of the scene's snapshot that is listed; the same one where nothing can be left out."""
+        if not self._tests:
+            return scene.snapshot
+        return msgspec.structs.replace(scene.snapshot, nodes=[one.cut() for one in listed])
+
+    def ordered(self, scene: Scene, listed: Iterable[Listed]) -> list[Place]:
+        """Return the GPUs that are listed in the order that was asked for, by default by node and index."""
+        nodes = sorted(listed, key=lambda one: natural(one.node.name))
+        return in_order([place for node in nodes for place in node.places], self._view, scene)
 
     def _matches(self, node: NodeView, gpu: GpuView | None, scene: Scene) -> bool:
         return all(holds(node, gpu, scene) for holds in self._tests)
-
-    def _part(self, gpu: GpuView) -> GpuView:
-        """Return a GPU without the MIG devices that --free leaves out."""
-        if not self._free or not gpu.mig:
-            return gpu
-        return msgspec.structs.replace(gpu, mig=[mig for mig in gpu.mig if mig.state == "free"])
 
 
 def _of_user(user: str) -> Matches:

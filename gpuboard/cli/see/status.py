@@ -8,13 +8,13 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from gpuboard.agent.nvml.terms import RATE_SPAN_S
-from gpuboard.board.scene import Scene
+from gpuboard.board.scene import Place, Scene
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import typed
 from gpuboard.cli.replay import add_replay, open_replay
@@ -69,7 +69,7 @@ class StatusOutput:
     """How snapshots are printed. Raises UsageError for options that contradict each other."""
 
     def __init__(self, args: argparse.Namespace, context: Context) -> None:
-        self.selection = Selection(args)
+        self.selection = Selection(args.filter, args.user, free=args.free, sort=args.sort)
         self.kind = "json" if args.json else args.format
         default = columns.CSV if self.kind == "csv" else columns.TABLE
         self.names = columns.columns(args.columns) if args.columns else default
@@ -83,7 +83,8 @@ class StatusOutput:
     def show(self, scene: Scene) -> None:
         """Print a scene."""
         if self.kind == "json":
-            sys.stdout.buffer.write(msgspec.json.encode(self.selection.listed(scene), enc_hook=plain) + b"\n")
+            shown = self.selection.snapshot(scene, self.selection.listed(scene))
+            sys.stdout.buffer.write(msgspec.json.encode(shown, enc_hook=plain) + b"\n")
             sys.stdout.buffer.flush()
         elif self.kind == "csv":
             fields = columns.fields(self.names)
@@ -99,9 +100,8 @@ class StatusOutput:
 
     def _records(self, scene: Scene) -> Iterator[DeviceRow]:
         """Yield the GPUs, each followed by its MIG devices."""
-        listed = scene_of(scene, self.selection.listed(scene))
-        for place in self.selection.ordered(listed):
-            yield from columns.devices(place.node, place.gpu, scene)
+        for place in self.selection.ordered(scene, self.selection.listed(scene)):
+            yield from columns.devices(place, scene)
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
@@ -156,11 +156,6 @@ def _scene(fleet: Fleet, snapshot: Snapshot, ledger: CompositeLedger) -> Scene:
     return Scene(snapshot, ledger.leases(fleet, snapshot), uids=fleet.uids())
 
 
-def scene_of(scene: Scene, snapshot: Snapshot) -> Scene:
-    """Return a scene with the leases of another and a part of its snapshot."""
-    return scene if snapshot is scene.snapshot else Scene(snapshot, scene.leases, uids=scene.uids)
-
-
 def suggest_setup(nodes: Sequence[Node], snapshot: Snapshot, context: Context) -> None:
     """Print the next steps on stderr where no node is configured and this machine has no GPU."""
     if any(node.gpus for node in snapshot.nodes):
@@ -205,20 +200,20 @@ def table(
     colour: bool,
 ) -> list[str]:
     """Return the lines of the table and, last, the totals. ``width`` in terminal cells; None: no limit."""
-    snapshot = scene.snapshot
-    listed = selection.listed(scene) if selection is not None else snapshot
-    rows: list[Row] = []
-    if selection is not None and selection.sorts:
-        for place in selection.ordered(scene_of(scene, listed)):
-            rows += [Row(columns.cells(row, names)) for row in columns.devices(place.node, place.gpu, scene)]
-    for node in listed.nodes:
-        if selection is None or not selection.sorts:
-            rows += [Row(columns.cells(row, names)) for gpu in node.gpus for row in columns.devices(node, gpu, scene)]
+    selection = selection or Selection()
+    listed = selection.listed(scene)
+
+    def rows_of(places: Iterable[Place]) -> list[Row]:
+        return [Row(columns.cells(row, names)) for place in places for row in columns.devices(place, scene)]
+
+    rows = rows_of(selection.ordered(scene, listed)) if selection.sorts else []
+    for node, places in listed:
+        rows += [] if selection.sorts else rows_of(places)
         rows += _node_rows(node, names)
     titles = [COLUMNS[name].column for name in names]
     lines = render(titles, rows, columns.steps(names), width, colour=colour)
-    total = sums(listed, snapshot)
-    if text := scheduler_words(snapshot.scheduler):
+    total = sums(selection.snapshot(scene, listed), scene.snapshot)
+    if text := scheduler_words(scene.snapshot.scheduler):
         lines += ["", *_wrapped(clean(text), width)]
     return [*lines, "", *_wrapped(total, width)]
 
