@@ -92,6 +92,7 @@ class NodeFeed:
         self._whole = (0, 0)  # link and number of the reading to which a delta can refer
         self._replace_known = False  # the next list may be confined to a job: GPUs that it lacks are not lost
         self._rebooted = False  # since the list before: other GPUs may be in its slots
+        self._identity: dict[str, str] = {}  # UUIDs of known GPUs that the agent cannot identify, by what it sends
         self._no_python: TransportError | None = None
         self._closed = False
         self._opened_at = 0.0
@@ -262,10 +263,12 @@ class NodeFeed:
             if number != self._number:
                 return  # from an earlier link
             if isinstance(message, Static):
+                before = {} if self._replace_known else self.facts.known
+                message, self._identity = _identified(message, before)
                 known = {gpu.uuid: gpu for gpu in map(inert_static, message.gpus)}
-                if not self._replace_known:
-                    before = self.facts.known
-                    known = (_without_replaced(before, known) if self._rebooted else before) | known
+                if self._rebooted:
+                    before = _without_replaced(before, known)
+                known = {uuid: gpu for uuid, gpu in before.items() if uuid not in known and _is_read(gpu)} | known
                 self._replace_known = self._rebooted = False
                 self._facts = msgspec.structs.replace(self.facts, static=message, known=known)
                 listed = len(known)
@@ -285,6 +288,11 @@ class NodeFeed:
             if number != self._number:
                 return
             self._apply()
+            if self._identity:
+                gpus = [
+                    msgspec.structs.replace(gpu, uuid=self._identity.get(gpu.uuid, gpu.uuid)) for gpu in reading.gpus
+                ]
+                reading = msgspec.structs.replace(reading, gpus=gpus)
             self._whole = (number, reading.seq)
             self._waiting = False
             self._take(shared(reading, self._facts.reading), time.monotonic())
@@ -399,3 +407,22 @@ def _without_replaced(before: dict[str, GpuStatic], listed: dict[str, GpuStatic]
     """Return the GPUs of ``before``, by UUID, without those whose slot another GPU of ``listed`` has now."""
     slots = {gpu.pci_bus_id for gpu in listed.values() if gpu.pci_bus_id}
     return {uuid: gpu for uuid, gpu in before.items() if uuid in listed or gpu.pci_bus_id not in slots}
+
+
+def _is_read(gpu: GpuStatic) -> bool:
+    """Return whether a GPU has a UUID; the agent makes one for a GPU that was never readable."""
+    return not gpu.uuid.startswith("unread-")
+
+
+def _identified(static: Static, known: dict[str, GpuStatic]) -> tuple[Static, dict[str, str]]:
+    """Return a list in which a GPU without a UUID is the one that had its index last, if that is missing.
+
+    Else it would be shown twice, as lost and as unread. The second value has these UUIDs by what the agent sends.
+    """
+    listed = {gpu.uuid for gpu in static.gpus}
+    missing = {gpu.index: gpu for uuid, gpu in known.items() if uuid not in listed and _is_read(gpu)}
+    same = {gpu.uuid: missing[gpu.index] for gpu in static.gpus if not _is_read(gpu) and gpu.index in missing}
+    if not same:
+        return static, {}
+    gpus = [same.get(gpu.uuid, gpu) for gpu in static.gpus]
+    return msgspec.structs.replace(static, gpus=gpus), {sent: gpu.uuid for sent, gpu in same.items()}

@@ -295,6 +295,19 @@ def test_a_hung_gpu_does_not_hide_the_others(here: Here) -> None:
     assert states == ["free", "free"]
 
 
+def test_a_gpu_that_hung_at_first_is_listed_once_when_it_can_be_read(here: Here) -> None:
+    gpus = here.gpus([Gpu(trouble=("hang *",)), Gpu()])
+    with here.start("status", "--watch", "1", "--json") as watching:
+        seen: list[list[str]] = []
+        while seen[-1:] != [[gpu.uuid for gpu in gpus]] and len(seen) < 60:
+            [node] = json.loads(read_line(watching))["nodes"]
+            seen.append([gpu["uuid"] for gpu in node["gpus"]])
+            here.gpus([Gpu(), Gpu()])
+        watching.kill()
+    assert seen[0] == [f"unread-{socket.gethostname()}-0", gpus[1].uuid]
+    assert {len(uuids) for uuids in seen} == {2}
+
+
 def _read_until(terminal: int, enough: Callable[[str], bool], timeout_s: float = 60.0) -> str:
     """Return what the terminal's program writes until ``enough(text)``, or to its end."""
     text = ""

@@ -247,6 +247,37 @@ def test_a_gpu_is_lost_until_a_boot_with_another_one_in_its_slot(connector: Fake
     assert rebooted("5") == {"GPU-a", "GPU-c", "GPU-d"}
 
 
+def test_a_gpu_that_cannot_be_read_is_listed_once(connector: FakeConnector) -> None:
+    unread = GpuStatic(0, "unread-n1-0", "GPU that cannot be read", "")
+    a, b = STATIC.gpus[0], GpuStatic(1, "GPU-b", "H100", "0:2:0")
+    hung = [GpuReading("unread-n1-0", error="hangs"), GpuReading("GPU-b", utilization=3)]
+    it = feed(connector)
+    it.open()
+
+    def shown(*gpus: GpuStatic) -> list[str]:
+        connector.links[0].sends(HELLO, Static(gpus=list(gpus)), msgspec.structs.replace(reading(), gpus=hung))
+        return sorted(it.facts.known)
+
+    def read() -> list[tuple[str, str | None]]:
+        assert it.facts.reading is not None
+        return [(gpu.uuid, gpu.error) for gpu in it.facts.reading.gpus]
+
+    assert shown(unread, b) == ["GPU-b", "unread-n1-0"]
+    assert read() == [("unread-n1-0", "hangs"), ("GPU-b", None)]
+    assert shown(a, b) == ["GPU-a", "GPU-b"]
+    for _ in range(2):
+        assert shown(unread, b) == ["GPU-a", "GPU-b"]
+        assert read() == [("GPU-a", "hangs"), ("GPU-b", None)]
+        assert it.facts.static == Static(gpus=[a, b])
+    connector.links[0].sends(ReadingDelta(2, 1, 1.0, [GpuNumbers(), GpuNumbers()]))
+    assert read() == [("GPU-a", "hangs"), ("GPU-b", None)]
+    moved = msgspec.structs.replace(b, index=0)
+    assert shown(moved) == shown() == ["GPU-a", "GPU-b"]  # GPU-a is lost, then NVML fails
+    assert shown(unread) == ["GPU-a", "GPU-b"]  # and now GPU-b, which had that index last
+    assert read()[0] == ("GPU-b", "hangs")
+    assert shown(a, moved, msgspec.structs.replace(unread, index=7)) == ["GPU-a", "GPU-b", "unread-n1-0"]
+
+
 def test_a_link_that_becomes_narrower_is_noticed_and_remembered_over_connections(connector: FakeConnector) -> None:
     one = feed(connector)
     one.open()
