@@ -59,7 +59,7 @@ class Found(msgspec.Struct, frozen=True):
 
     leases: list[Lease]
     missing: dict[str, GpuboardError] = {}  # by id that names no lease in this ledger: the error
-    unread: list[str] = []  # nodes without a reading: the caller may have leases there
+    unread: list[str] = []  # nodes whose leases could not be read: the caller may have some there
     unreached: NoNodeReached | None = None  # the error of a ledger that did not answer
 
 

@@ -159,13 +159,12 @@ def test_unread_nodes_are_reported(here: Here) -> None:
     for command in (["release", "zzzzzz"], ["renew", "zzzzzz", "--for", "1h"], ["env", "zzzzzz", "--format", "env"]):
         done = here.run(*command)
         assert done.returncode == 1, "5 would mean that it has ended"
-        assert "it may be on a node without a reading: gone" in done.stderr
+        assert "it may be on a node whose leases could not be read: gone" in done.stderr
     done = here.run("release", "--mine")
     assert done.returncode == 1
     assert done.stdout == "you have no leases on the nodes that were read\n"
-    assert (
-        done.stderr
-        == "gpuboard: nodes without a reading: gone; your leases there, if any, remain until their holders end\n"
+    assert done.stderr == (
+        "gpuboard: not read, so leases there were not released: gone; yours, if any, remain until their holders end\n"
     )
     assert json.loads(here.run("release", "--mine", "--json").stdout)["unread"] == ["gone"]
     here.config('nodes = ["gone"]\n')

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.here import Here
 from tests.nodes import Cluster
-from tests.nvml import GIB, Gpu
+from tests.nvml import GIB, Gpu, write_script
 
 
 @pytest.fixture
@@ -90,6 +90,15 @@ def test_without_any_reading_the_code_is_6(here: Here) -> None:
     done = here.run("ps", "--nodes", "no-such-host.invalid")
     assert (done.returncode, done.stdout) == (6, "no processes on the GPUs that were read\n")
     assert "no-such-host.invalid" in done.stderr
+
+
+def test_a_node_whose_nvml_fails_is_not_one_without_processes(here: Here) -> None:
+    write_script(here.script, [Gpu()], trouble=("fault * 18",))
+    done = here.run("ps")
+    assert (done.returncode, done.stdout) == (0, "no processes on the GPUs that were read\n")
+    assert "gpuboard: not read, so processes there are not listed: " in done.stderr
+    assert len(here.json("ps", "--json")["unread"]) == 1
+    assert here.run("status").stdout.endswith("0 GPUs; the node is without working NVML, its GPUs are not counted\n")
 
 
 def test_without_processes(here: Here) -> None:

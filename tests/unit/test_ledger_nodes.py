@@ -366,6 +366,6 @@ def test_a_lease_that_is_not_found_has_a_reason(text: str, words: str) -> None:
 
 
 def test_a_lease_may_be_on_a_node_without_a_reading() -> None:
-    with pytest.raises(GpuboardError, match=r"it may be on a node without a reading: gpu03") as caught:
+    with pytest.raises(GpuboardError, match=r"it may be on a node whose leases could not be read: gpu03") as caught:
         ledger.find("bob", MANY, UIDS, ["gpu03"])
     assert caught.value.exit_code == 1

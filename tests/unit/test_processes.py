@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gpuboard.agent.nvml.terms import NO_DRIVER
 from gpuboard.board.text.processes import overview
 from gpuboard.cli.see.ps import table
 from gpuboard.cli.table import width_of
@@ -29,6 +30,11 @@ def gpu(node: str, index: int, processes: list[ProcessView] | None) -> GpuView:
         "state": "busy",
     }
     return GpuView(**values, reason="", processes=processes)
+
+
+def failing(name: str, error: str) -> NodeView:
+    """Return a node that was read, but whose NVML fails."""
+    return NodeView(name=name, state="up", age_s=0.5, error=f"NVML: {error}")
 
 
 def node(name: str, *processes: list[ProcessView] | None, state: str = "up") -> NodeView:
@@ -107,9 +113,10 @@ def test_groups_are_runs_then_jobs_then_leases() -> None:
 def test_what_was_not_read_is_named() -> None:
     nodes = [
         node("gpu01", [], None), node("gpu02", state="unreachable"), node("gpu03", None, None, state="unreachable"),
-        node("login1"), node("gpu04", [process(1)], state="stale"),
+        node("login1"), node("gpu04", [process(1)], state="stale"), failing("gpu05", "driver/library version mismatch"),
+        failing("login2", NO_DRIVER),
     ]  # fmt: skip
-    assert unread(Snapshot(1, "", "lab", nodes)) == ["gpu01:1", "gpu02", "gpu03"]
+    assert unread(Snapshot(1, "", "lab", nodes)) == ["gpu01:1", "gpu02", "gpu03", "gpu05"]
 
 
 def test_a_hidden_user_is_not_counted_as_another_one() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from gpuboard.agent.nvml.terms import NO_DRIVER
 from gpuboard.board.scene import Scene
 from gpuboard.cli.context import Context
 from gpuboard.cli.main import load, parser_of
@@ -251,6 +252,17 @@ def test_a_machine_under_two_names_is_listed_under_both_in_every_order() -> None
 def test_node_without_gpus() -> None:
     lines = table(snapshot(NodeView(name="cpu01", state="up", age_s=0.1)), None, colour=False)
     assert lines[1:] == ["cpu01  no GPU found", "", "lab: 0 GPUs"]
+
+
+def test_nodes_whose_nvml_fails_are_counted_apart_from_those_without_gpus() -> None:
+    cpu, login = NodeView(name="cpu01", state="up"), NodeView(name="login1", state="up", error=f"NVML: {NO_DRIVER}")
+    bad = NodeView(name="gpu03", state="up", age_s=0.1, error="NVML: driver/library version mismatch")
+    assert sums(snapshot(UP, cpu, login)) == "lab: 3 GPUs: 1 free, 1 busy, 1 unknown"
+    assert sums(snapshot(bad)) == "lab: 0 GPUs; the node is without working NVML, its GPUs are not counted"
+    assert table(snapshot(UP, DOWN, bad), None, "--free", colour=False)[-1] == (
+        "lab: 1 GPU: 1 free; 1 of 3 GPUs match; 1 of 3 nodes unreachable, its GPUs are not counted; "
+        "1 of 3 nodes without working NVML, its GPUs are not counted"
+    )
 
 
 def test_simulated_nodes_are_labelled() -> None:

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
             print(f"you have no leases{' on the nodes that were read' if found.unread else ''}")
     if args.mine and found.unread and found.unreached is None:
         names = ", ".join(clean(name, 64) for name in found.unread)
-        report(f"nodes without a reading: {names}; your leases there, if any, remain until their holders end")
+        report(f"not read, so leases there were not released: {names}; yours, if any, remain until their holders end")
     for failure in failed:
         report(f"lease {failure['id']}: {failure['message']}")
     if found.unreached is not None:

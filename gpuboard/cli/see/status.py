@@ -24,6 +24,7 @@ from gpuboard.cli.see.selection import Selection
 from gpuboard.cli.see.selection import add_arguments as add_selection
 from gpuboard.cli.stderr import report, show_progress
 from gpuboard.cli.table import Cell, Row, elide, render, wrap, write_csv
+from gpuboard.cluster.snapshot.views import hides_gpus
 from gpuboard.errors import NoNodeReached, UsageError
 from gpuboard.leases.ledger import Scope
 from gpuboard.model.late import plain
@@ -223,12 +224,15 @@ def _wrapped(text: str, width: int | None) -> list[str]:
 
 
 def sums(snapshot: Snapshot, whole: Snapshot | None = None) -> str:
-    """Return the text below the table: the number of GPUs in each state, and of unreachable nodes.
+    """Return the text below the table: the number of GPUs in each state, and of nodes whose GPUs are not known.
 
     ``whole``: the snapshot that ``snapshot`` is the listed part of.
     """
     whole = whole or snapshot
-    unreachable = sum(node.state == "unreachable" for node in whole.nodes)
+    unread = {
+        "unreachable": sum(node.state == "unreachable" for node in whole.nodes),
+        "without working NVML": sum(node.state == "up" and hides_gpus(node) for node in whole.nodes),
+    }
     counts: list[str] = []
     for kind, states in tally(gpu for node in snapshot.nodes for gpu in node.gpus).parts:
         parts = [f"{states[state]} {state}" for state in reversed(STATES) if states[state]]
@@ -239,9 +243,10 @@ def sums(snapshot: Snapshot, whole: Snapshot | None = None) -> str:
             f"; {sum(len(node.gpus) for node in snapshot.nodes)} of {sum(len(node.gpus) for node in whole.nodes)} GPUs"
         )
         text += " match"
-    if unreachable:
-        nodes = f"{unreachable} of {len(whole.nodes)} nodes" if len(whole.nodes) > 1 else "the node is"
-        text += f"; {nodes} unreachable, {'its' if unreachable == 1 else 'their'} GPUs are not counted"
+    for words, count in unread.items():
+        if count:
+            nodes = f"{count} of {len(whole.nodes)} nodes" if len(whole.nodes) > 1 else "the node is"
+            text += f"; {nodes} {words}, {'its' if count == 1 else 'their'} GPUs are not counted"
     if any(node.source == "simulated" for node in whole.nodes):
         text += "; SIMULATED"
     return f"{clean(snapshot.cluster)}: {text}" if snapshot.cluster else text

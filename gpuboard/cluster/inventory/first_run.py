@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuboard import paths
-from gpuboard.agent.nvml.terms import NO_DRIVER
 from gpuboard.cluster.inventory.nodes import Node, local_node, own_uuids
+from gpuboard.cluster.snapshot.views import hides_gpus
 from gpuboard.errors import GpuboardError
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def bare_machine(nodes: Collection[Node], settings: Settings, snapshot: Snapshot
     if settings.nodes or here is None or here.job is not None or len(snapshot.nodes) != 1:
         return None
     [node] = snapshot.nodes
-    read = node.state == "up" and node.age_s is not None and not node.gpus
-    return node if read and node.error in {None, f"NVML: {NO_DRIVER}"} and not own_uuids() else None
+    bare = node.age_s is not None and not node.gpus and not hides_gpus(node)
+    return node if bare and not own_uuids() else None
 
 
 def why_bare(node: NodeView) -> str:

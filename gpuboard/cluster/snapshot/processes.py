@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gpuboard.cluster.snapshot.views import hides_gpus
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
 from gpuboard.model.units import ranges
 
@@ -90,7 +91,7 @@ def unread(snapshot: Snapshot) -> list[str]:
     found = []
     for node in snapshot.nodes:
         hidden = [f"{node.name}:{gpu.index}" for gpu in node.gpus if gpu.processes is None]
-        whole = len(hidden) == len(node.gpus) and (hidden or node.state != "up")
+        whole = hides_gpus(node) or (hidden and len(hidden) == len(node.gpus))
         found += [node.name] if whole else hidden
     return found
 

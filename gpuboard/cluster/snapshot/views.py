@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from gpuboard.agent.nvml.terms import NO_DRIVER
 from gpuboard.model.gpu import GpuReading, GpuStatic, Load, MigReading, MigStatic, NodeState, Process, Xid
 from gpuboard.model.reading import Claim, Hello, Reading, Static
 from gpuboard.model.snapshot import (
@@ -206,6 +207,12 @@ def node_view(facts: NodeFacts, gpus: Sequence[GpuView], view: View) -> NodeView
         connected=hello is not None and facts.error is None,
         connecting=state == "unreachable" and _is_awaited(facts),
     )
+
+
+def hides_gpus(node: NodeView) -> bool:
+    """Return whether a node of which no GPU is known may have some; one without a driver has none."""
+    lists_all = node.state == "up" and (node.error in {None, nvml_error(NO_DRIVER)} or node.source == "slurm")
+    return not node.gpus and not lists_all
 
 
 def is_unseen(facts: NodeFacts, view: View) -> bool:

@@ -270,7 +270,7 @@ def find(
         raise not_yours(text, owners)
     error = no_such_lease(text, ours)
     if unread:
-        raise GpuboardError(f"{error}; it may be on a node without a reading: {', '.join(unread)}")
+        raise GpuboardError(f"{error}; it may be on a node whose leases could not be read: {', '.join(unread)}")
     raise error
 
 
