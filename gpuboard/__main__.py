@@ -158,7 +158,8 @@ def _names_other_nodes(argv: list[str], env: Mapping[str, str]) -> bool:
         home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
         for path in (env.get("GPUBOARD_CONFIG") or f"{home}/gpuboard/config.toml", "/etc/gpuboard/config.toml"):
             try:
-                lines = files.read(path, files.CONFIG_MAX).decode("utf-8", "replace").splitlines()
+                with files.open_regular(path) as file:  # a pipe can be read only once, by loading the settings
+                    lines = file.read(files.CONFIG_MAX).decode("utf-8", "replace").splitlines()
             except OSError:
                 continue  # usually absent; loading the settings reports one that cannot be read
             nodesets += [line for line in lines if line.lstrip().startswith("nodes")]

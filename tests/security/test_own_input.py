@@ -242,6 +242,16 @@ def test_a_pipe_is_read_as_a_file_is(here: Here) -> None:
         assert json.loads(done.stdout)["rank_map"]["world_size"] == 2
 
 
+def test_a_config_in_a_pipe_is_read_once(here: Here) -> None:
+    command = shlex.join(here.command("allocate", "--n", "1", "--dry-run"))
+    for words in (f"GPUBOARD_CONFIG=<(cat conf) {command}", f"cat conf | GPUBOARD_CONFIG=/dev/stdin {command}"):
+        done = subprocess.run(
+            ["bash", "-c", f"cd {here.folder}; echo 'interval = 1' > conf; {words}"],
+            env=here.env | {"PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert (done.returncode, "interval: must be a string" in done.stderr) == (2, True), done.stderr
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_errors_in_the_users_input_are_reported_at_once(place: Here, forked: Forked, name: str) -> None:
     row = ROWS[name]
