@@ -12,13 +12,14 @@ import io
 import os
 import sys
 
+from gpuboard.cli.commands import is_evaluated, split
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing and collections.abc would delay the agent
     from collections.abc import Mapping
     from typing import NoReturn
 
-_EVALUATED = ("allocate", "env")  # a shell evaluates their output
-_LOCAL = ("allocate", "env", "run", "board", None)  # likely to use the local agent; None: `gpuboard` without command
+_LOCAL = ("run", "board", None)  # likely to use the local agent, as `allocate` is; None: `gpuboard` without command
 _BOARD = (None, "board")
 _NEW_MOST = 50_000  # objects before a pass of the cycle collector: imports leave none, and passes cost 30 ms with ssh
 
@@ -27,8 +28,8 @@ def main() -> NoReturn:
     """Run the command in sys.argv and exit with its code."""
     _open_missing_streams()
     argv = sys.argv[1:]
-    command = _command(argv)
-    if command not in _EVALUATED:
+    if not is_evaluated(argv):
+        command = split(argv)[0]
         try:
             if command in _LOCAL:
                 _prestart_agent(argv)
@@ -119,17 +120,6 @@ def _load_msgspec() -> None:
         import msgspec  # noqa: F401
     finally:
         del sys.modules["typing_extensions"]
-
-
-def _command(argv: list[str]) -> str | None:
-    """Return the command's name in ``argv``, as cli.main.split does, which must not be imported yet."""
-    arguments = iter(argv)
-    for word in arguments:
-        if word in {"--nodes", "--config"}:
-            next(arguments, None)
-        elif not word.startswith("-"):
-            return word
-    return None
 
 
 def _prestart_agent(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Dispatch: finds the command in argv, imports its module alone, maps errors to messages and exit codes.
+"""Dispatch: imports the module of the command in argv alone, maps errors to messages and exit codes.
 
 Importing every command would take longer than the whole start-up budget of `allocate`.
 """
@@ -17,20 +17,14 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from gpuboard import __version__
+from gpuboard.cli.commands import COMMANDS, GROUPS, is_evaluated, split
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import Parser, add_common, nearest
 from gpuboard.cli.stderr import report
 from gpuboard.errors import GpuboardError, Interrupted, Refused, UsageError
 from gpuboard.model.text import quoted
 
-GROUPS = {  # by package
-    "see": ("board", "status", "ps", "record", "serve"),
-    "reserve": ("allocate", "leases", "renew", "release", "env"),
-    "use": ("run", "launch", "runs", "logs", "attach", "stop", "explain"),
-    "setup": ("demo", "config", "doctor"),
-}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # writing; to stdout where the error names no file
-COMMANDS = {name: group for group, names in GROUPS.items() for name in names}
 
 _SUMMARY = """\
 See every GPU of every node and why it is or is not free, reserve GPUs, and
@@ -98,23 +92,13 @@ def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:
     """Print the error as JSON where `allocate` or `env` was called for JSON."""
     from gpuboard.leases.output.shell import requested_format
 
-    if split(list(argv))[0] in {"allocate", "env"} and requested_format(argv) == "json":
+    if is_evaluated(list(argv)) and requested_format(argv) == "json":
         from gpuboard.leases.output.formats import render_error
 
         refusal = error.refusal if isinstance(error, Refused) else None
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.write(render_error(error.exit_code, str(error), refusal))
             sys.stdout.flush()
-
-
-def split(argv: list[str]) -> tuple[str | None, list[str]]:
-    """Return the command and its arguments, including the flags before the command."""
-    position = 0
-    while position < len(argv) and argv[position].startswith("-") and argv[position] != "--":
-        position += 2 if argv[position] in {"--nodes", "--config"} else 1
-    if position >= len(argv) or argv[position] == "--":
-        return None, argv
-    return argv[position], argv[:position] + argv[position + 1 :]
 
 
 def load(name: str) -> CommandModule:

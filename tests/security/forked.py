@@ -51,7 +51,8 @@ class Forked:
 
 def main(folder: str) -> None:
     """Run each command of stdin in a fork; print its exit code, seconds of CPU time and bytes of memory."""
-    from gpuboard.cli.main import COMMANDS, load
+    from gpuboard.cli.commands import COMMANDS
+    from gpuboard.cli.main import load
 
     for name in COMMANDS:
         load(name)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gpuboard.cli.commands import COMMANDS, GROUPS, is_evaluated, split
 from gpuboard.cli.context import Context
-from gpuboard.cli.main import COMMANDS, GROUPS, load, main, parser_of, split
+from gpuboard.cli.main import load, main, parser_of
 from gpuboard.cli.reserve.allocate import progress
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import UsageError
@@ -43,6 +44,26 @@ def gpuboard(*args: str, env: dict[str, str] | None = None, stdout: int = subpro
 )  # fmt: skip
 def test_split_takes_the_first_word_as_the_command(argv: list[str], expected: tuple[str | None, list[str]]) -> None:
     assert split(argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("allocate --n 1", True),
+        ("--nodes gpu01 env k3f9", True),
+        ("--node gpu01 allocate --n 1", True),
+        ("--n 4 allocate", True),
+        ("--nodes allocate --n 4", True),  # --nodes $UNSET
+        ("--nodes env", True),
+        ("-- allocate", True),
+        ("run --n 1 -- env", False),
+        ("--node gpu01 run --n 1", False),
+        ("help allocate", False),
+        ("", False),
+    ],
+)
+def test_a_shell_evaluates_allocate_and_env_also_behind_a_mistyped_option(line: str, expected: bool) -> None:
+    assert is_evaluated(line.split()) is expected
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -189,6 +210,14 @@ def test_empty_value_fails_closed_for_allocate_and_env() -> None:
         code, out, err = gpuboard(*argv, env={"GPUBOARD_LEASE": "k3f9"})
         assert (code, out.partition(";")[0]) == (2, "export CUDA_VISIBLE_DEVICES=''")
         assert "empty value; is a shell variable unset?" in err
+
+
+@pytest.mark.parametrize("words", ["--node gpu01 allocate --n 1", "--n 4 allocate", "--lease k3f9 env"])
+def test_mistyped_option_before_the_command_fails_closed(words: str) -> None:
+    code, out, err = gpuboard(*words.split(), "--format", "shell")
+    assert (code, out.partition(";")[0], out[-9:]) == (2, "export CUDA_VISIBLE_DEVICES=''", "(exit 2)\n")
+    assert "is not a command" in err
+    assert json.loads(gpuboard(*words.split(), "--json")[1])["error"]["code"] == 2
 
 
 def test_invalid_setting_stops_every_command_that_needs_settings(
