@@ -119,17 +119,17 @@ class Context:
         return Scope(tuple(self.reach(inventory(self.settings, [nodeset]))))
 
     def scope_of(self, ids: Sequence[str]) -> Scope:
-        """Return the nodes where leases are looked for by ids or their starts.
+        """Return the nodes where leases are looked for by ids or their starts, or without ids all of the user's.
 
-        The shell's own lease: its nodes. Others: the nodes in scope, with those of the own lease if an id may mean it.
+        The shell's own lease: its nodes. Others: the nodes in scope, with those of the own lease if it may be meant.
         """
         from gpuboard.leases.ledger import Scope
 
         own = self.env.get("GPUBOARD_LEASE", "")
-        leased = self.leased() if any(text and own.startswith(text) for text in ids) else None
+        leased = self.leased() if not ids or any(text and own.startswith(text) for text in ids) else None
         if leased is None:
             return self.scope()
-        if all(text == own for text in ids):
+        if ids and all(text == own for text in ids):
             return leased
         scope = self.scope()
         known = {node.name for node in scope.nodes}

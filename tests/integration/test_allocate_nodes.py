@@ -68,12 +68,15 @@ def test_a_shell_finds_its_own_lease_on_the_nodes_that_only_allocate_named(small
         gpuboard release zzzz; echo "$?"
         gpuboard doctor --lease "$GPUBOARD_LEASE" 2>&1 | grep -c "inventory"
         gpuboard release "${GPUBOARD_LEASE%??}"
-        gpuboard release --mine --nodes 'gpu[01-02]'"""
+        gpuboard release --mine --nodes 'gpu[01-02]'
+        eval "$(gpuboard allocate --n 1 --nodes gpu03 --holder $$)" || exit
+        gpuboard release --mine"""
     done = small["login1"].run(["bash", "-c", script], user="alice")
-    visible, other, unknown_nodes, released, rest = done.stdout.splitlines()
+    visible, other, unknown_nodes, released, rest, mine = done.stdout.splitlines()
     assert (visible, other, rest) == ("export CUDA_VISIBLE_DEVICES='0,1,2'", "5", "you have no leases"), done.stderr
     assert unknown_nodes == "0"
     assert ": gpu01:0-4@" in released
+    assert mine.endswith(": gpu03:0")
 
 
 def test_run_works_where_the_gpus_are_with_its_exit_code(small: Cluster) -> None:

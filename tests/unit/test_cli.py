@@ -415,7 +415,7 @@ def test_the_value_of_an_option_may_begin_with_a_dash() -> None:
         (["k3f9", "m2aa"], ["s01", "ws1"]),
         (["m2aa"], ["s01"]),
         ([""], ["s01"]),
-        ([], ["s01"]),
+        ([], ["s01", "ws1"]),  # release --mine
     ],
 )
 def test_leases_are_looked_for_on_the_nodes_of_the_shells_own(ids: list[str], nodes: list[str]) -> None:

@@ -25,7 +25,9 @@ HELP = "end your leases immediately"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("ids", nargs="*", metavar="ID", help="lease id, or its start")
-    parser.add_argument("--mine", action="store_true", help="all your leases on the nodes in scope")
+    parser.add_argument(
+        "--mine", action="store_true", help="all your leases on the nodes in scope, and that of this shell"
+    )
     parser.add_argument("--force", action="store_true", help="also leases that one of your runs uses, or may use")
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1): released, failed, unread")
     parser.epilog = (
