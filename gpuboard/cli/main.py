@@ -93,11 +93,12 @@ def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:
     from gpuboard.leases.output.shell import requested_format
 
     if is_evaluated(list(argv)) and requested_format(argv) == "json":
-        from gpuboard.leases.output.formats import render_error
+        from gpuboard.cli.stdout import write_json
+        from gpuboard.leases.output.formats import error_of
 
         refusal = error.refusal if isinstance(error, Refused) else None
         with contextlib.suppress(OSError, ValueError):
-            sys.stdout.write(render_error(error.exit_code, str(error), refusal))
+            write_json(error_of(error.exit_code, str(error), refusal))
             sys.stdout.flush()
 
 

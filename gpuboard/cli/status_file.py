@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from gpuboard.cli.stderr import report
+from gpuboard.cli.stdout import write_json
 from gpuboard.errors import GpuboardError
 from gpuboard.model.text import lines
 
@@ -53,7 +53,7 @@ def recorded(outcome: dict[str, Any], file: str | None, *, printed: bool = False
             except OSError as error:
                 report(f"{OPTION} {file}: {error.strerror}")
         if printed:  # last: stdout may be full or closed
-            sys.stdout.write(msgspec.json.encode(outcome).decode() + "\n")
+            write_json(outcome)
 
 
 def _opener(path: str, flags: int) -> int:

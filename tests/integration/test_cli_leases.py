@@ -117,6 +117,16 @@ def test_json_of_renew_and_release(here: Here) -> None:
     assert here.json("release", "--mine", "--json") == {"schema": 1, "released": [], "failed": [], "unread": []}
 
 
+def test_json_is_utf8_in_every_locale(here: Here) -> None:
+    take(here, "--purpose", "für Müller")
+    here.config('[users]\nmueller = "Müller"\n')
+    here.env["PYTHONIOENCODING"] = "latin-1"  # as the locale de_DE.ISO-8859-1 sets it
+    for line in ("allocate --n 2", "leases", "config", "launch --lease mü x.py"):
+        command, *rest = line.split()
+        done = subprocess.run(here.command(command, "--json", *rest), env=here.env, capture_output=True, timeout=90)
+        assert "ü" in str(json.loads(done.stdout.decode())), done.stderr
+
+
 def test_release_by_id_by_prefix_and_mine(here: Here) -> None:
     here.gpus([Gpu(), Gpu(), Gpu()])
     first, second, third = take(here), take(here), take(here)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuboard.errors import UsageError
-from gpuboard.leases.output.formats import Allocation, render, render_error
+from gpuboard.leases.output.formats import Allocation, error_of, render
 from gpuboard.leases.output.shell import FORMATS
 from gpuboard.leases.picks import parse_picks
 from gpuboard.leases.rank_map import rank_map, reachable_addresses
@@ -159,7 +159,7 @@ def test_json_has_lease_rank_map_and_why() -> None:
 
 def test_a_refusal_as_json_has_a_reason_for_every_gpu() -> None:
     refusal = Refusal(4, "not now", (RefusedGpu("gpu01", 0, "GPU-a", "busy", "bob: python"),), "--wait")
-    assert msgspec.json.decode(render_error(4, "not now", refusal)) == {
+    assert msgspec.json.decode(msgspec.json.encode(error_of(4, "not now", refusal))) == {
         "schema": 1,
         "error": {
             "code": 4,

@@ -279,8 +279,9 @@ def _show_plan(choice: Choice, form: str, context: Context) -> int:
     if form == "json":
         import msgspec
 
-        shown = {"schema": 1, "dry_run": True, "lease": None, "rank_map": None, **msgspec.to_builtins(choice)}
-        print(msgspec.json.encode(shown).decode())
+        from gpuboard.cli.stdout import write_json
+
+        write_json({"schema": 1, "dry_run": True, "lease": None, "rank_map": None, **msgspec.to_builtins(choice)})
     elif form in SHELLS and not context.stdout_is_tty:
         # A shell may evaluate stdout, so text from nodes goes to stderr.
         show(text)

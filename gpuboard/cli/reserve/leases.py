@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ from gpuboard.board.tables.held import HeldLease, held
 from gpuboard.cli.context import Context
 from gpuboard.cli.see.status import no_node_reached, settled
 from gpuboard.cli.stderr import report
+from gpuboard.cli.stdout import write_json
 from gpuboard.cli.table import Cell, Column, Row, Step, render, write_csv
 from gpuboard.errors import NoNodeReached
 from gpuboard.model.lease import Lease, LeaseList, gpus_text
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if args.json or args.format == "json":
         leases = [msgspec.structs.replace(one.lease, flags=one.flags) for one in found]
         listed = msgspec.structs.replace(scene.leases, leases=leases)
-        sys.stdout.buffer.write(msgspec.json.encode(listed) + b"\n")
+        write_json(listed)
     elif args.format == "csv":
         write_csv(_FIELDS, (_record(one) for one in found))
         for line in _unread(scene.leases):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Collection
 from functools import partial
-
-import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.see.status import settled
 from gpuboard.cli.stderr import report
+from gpuboard.cli.stdout import write_json
 from gpuboard.errors import UsageError
 from gpuboard.model.lease import gpus_text
 from gpuboard.model.text import clean
@@ -60,8 +58,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         if lease.id in used
     ]
     if args.json:
-        shown = {"schema": 1, "released": released, "failed": failed, "unread": found.unread}
-        sys.stdout.buffer.write(msgspec.json.encode(shown) + b"\n")
+        write_json({"schema": 1, "released": released, "failed": failed, "unread": found.unread})
     else:
         for each in done:
             print(f"released {each.lease}: {gpus_text(each.gpus) or 'it held no GPUs'}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from functools import partial
 
@@ -11,6 +10,7 @@ from gpuboard.cli.context import Context
 from gpuboard.cli.options import typed
 from gpuboard.cli.see.status import settled
 from gpuboard.cli.stderr import report
+from gpuboard.cli.stdout import write_json
 from gpuboard.leases.ledger import Renewed
 from gpuboard.leases.terms import duration
 from gpuboard.model.units import day_time, format_duration, iso, parse_duration
@@ -51,7 +51,7 @@ def _report(lease: str, outcome: Renewed, args: argparse.Namespace) -> None:
     if outcome.nodes:
         until = iso(time.time() + args.for_s)
         if args.json:
-            print(json.dumps({"schema": 1, "id": lease, "until": until, "nodes": outcome.nodes}))
+            write_json({"schema": 1, "id": lease, "until": until, "nodes": outcome.nodes})
         else:
             where = "" if not outcome.failed else f" on {', '.join(outcome.nodes)}"
             print(f"{lease} now ends {day_time(time.time() + args.for_s)}, in {format_duration(args.for_s)}{where}")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from gpuboard.agent.processes import CPU_SPAN_S
 from gpuboard.board.filter.matchers import ME
@@ -17,6 +14,7 @@ from gpuboard.board.filter.processes import is_mine
 from gpuboard.cli.context import Context
 from gpuboard.cli.see.status import no_node_reached, settled, suggest_setup
 from gpuboard.cli.stderr import report
+from gpuboard.cli.stdout import write_json
 from gpuboard.cli.table import Cell, Column, Row, Step, elide, render
 from gpuboard.cluster.inventory.nodes import folded
 from gpuboard.cluster.snapshot.processes import (
@@ -105,8 +103,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     missing = unread(snapshot)
     if args.json:
         made = ProcessList(1, snapshot.at, snapshot.cluster, found, missing)
-        sys.stdout.buffer.write(msgspec.json.encode(made) + b"\n")
-        sys.stdout.buffer.flush()
+        write_json(made)
     else:
         lines = _tree(found, context) if args.tree else table(found, context.width, colour=context.colour)
         if not found:

@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gpuboard.agent.nvml.terms import RATE_SPAN_S
 from gpuboard.board.scene import Place, Scene
 from gpuboard.cli.context import Context
@@ -23,11 +21,11 @@ from gpuboard.cli.see.columns import COLUMNS, DeviceRow
 from gpuboard.cli.see.selection import Selection
 from gpuboard.cli.see.selection import add_arguments as add_selection
 from gpuboard.cli.stderr import report, show_progress
+from gpuboard.cli.stdout import write_json
 from gpuboard.cli.table import Cell, Row, elide, render, wrap, write_csv
 from gpuboard.cluster.snapshot.views import hides_gpus
 from gpuboard.errors import NoNodeReached, UsageError
 from gpuboard.leases.ledger import Scope
-from gpuboard.model.late import plain
 from gpuboard.model.snapshot import NodeView, Snapshot, scheduler_words, tally
 from gpuboard.model.state import STATES
 from gpuboard.model.text import clean, quoted
@@ -84,9 +82,8 @@ class StatusOutput:
     def show(self, scene: Scene) -> None:
         """Print a scene."""
         if self.kind == "json":
-            shown = self.selection.snapshot(scene, self.selection.listed(scene))
-            sys.stdout.buffer.write(msgspec.json.encode(shown, enc_hook=plain) + b"\n")
-            sys.stdout.buffer.flush()
+            write_json(self.selection.snapshot(scene, self.selection.listed(scene)))
+            sys.stdout.flush()
         elif self.kind == "csv":
             fields = columns.fields(self.names)
             write_csv(list(fields), ([value(row) for value in fields.values()] for row in self._records(scene)))

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
             raise
         problems.append(str(error))  # the settings are still shown: they explain the error
     if args.json:
-        print(json.dumps({"schema": 1, "settings": rows, "nodes": names, "problems": problems}, ensure_ascii=False))
+        print(json.dumps({"schema": 1, "settings": rows, "nodes": names, "problems": problems}))
         return 0
     width = max(len(key) for key in rows)
     shown = {key: clean(json.dumps(row["value"], ensure_ascii=False), 200) for key, row in rows.items()}

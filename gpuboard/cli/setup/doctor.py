@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from gpuboard import paths
 from gpuboard.cli.context import Context
 from gpuboard.cli.see.status import settled
 from gpuboard.cli.setup import launch_checks, links
 from gpuboard.cli.setup.config import problems_of
+from gpuboard.cli.stdout import write_json
 from gpuboard.cli.table import pad, paint, wrap
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import ConfigError, GpuboardError, NoNodeReached, UsageError
@@ -61,7 +59,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         sections, unreached = _sections(args, context)
     checks = [check for section in sections.values() for check in section]
     if args.json:
-        sys.stdout.buffer.write(msgspec.json.encode({"schema": 1, "checks": checks}) + b"\n")
+        write_json({"schema": 1, "checks": checks})
     else:
         print("\n".join(page(sections, context.width, colour=context.colour)))
     return NoNodeReached.exit_code if unreached else int(bool(failed(checks)))

@@ -15,6 +15,7 @@ import msgspec
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import Parser, natural
 from gpuboard.cli.stderr import report
+from gpuboard.cli.stdout import write_json
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.errors import GpuboardError
 from gpuboard.model.decoding import convert, from_json
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         checks.append(Check("links", None, "fail", "; ".join(words), "", f"the logs are in {folder}"))
     if args.json:
         found = {"schema": 1, "checks": checks, "links": links, "all_reduce": reductions}
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+        write_json(found)
     elif code == 0:
         print("\n".join(_page(links, reductions, checks, context)))
     return code if code in {0, 7, 130, 143} else 1

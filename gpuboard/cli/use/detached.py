@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +10,7 @@ import msgspec
 from gpuboard.cli.context import Context
 from gpuboard.cli.status_file import outcome_of
 from gpuboard.cli.stderr import report
+from gpuboard.cli.stdout import write_json
 from gpuboard.keeper.logind import run_reapers
 from gpuboard.launch.preflight.check import Check
 from gpuboard.launch.runs.folder import RunView, places
@@ -44,7 +44,7 @@ def await_detached(command: WaitingCommand, context: Context, *, as_json: bool) 
     found = from_json(message, _Message)
     if as_json:
         outcome = outcome_of("launch") | {"exit_code": 0} | msgspec.to_builtins(found)
-        sys.stdout.write(msgspec.json.encode(outcome).decode() + "\n")
+        write_json(outcome)
     else:
         run = found.run
         print(f"run {run.id} is detached; ranks on {places(run)}; its head is pid {run.head.pid} on {run.head.host}")

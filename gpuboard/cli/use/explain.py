@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 
 import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import whole
 from gpuboard.cli.run_access import opened_run
+from gpuboard.cli.stdout import write_json
 from gpuboard.cluster.inventory.nodes import Node, folded, named
 from gpuboard.errors import UsageError
 from gpuboard.launch.runs.folder import FINAL
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         view = found.view()
         report = _Report(1, view.id, view.state, explain_run(found))
     if args.json:
-        sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+        write_json(report)
         return 0
     _show(f"run {view.id}: {view.state}", report.explanation, final=view.state in FINAL, stacks=args.stacks)
     return 0
@@ -97,10 +97,10 @@ def _explain_jobs(args: argparse.Namespace, context: Context) -> int:
     if args.json and args.pid is not None:
         explained = reports[0].explanation
         explained = msgspec.structs.replace(explained, missing=[*explained.missing, *unseen])
-        sys.stdout.buffer.write(msgspec.json.encode(_Report(1, None, "running", explained)) + b"\n")
+        write_json(_Report(1, None, "running", explained))
         return 0
     if args.json:
-        sys.stdout.buffer.write(msgspec.json.encode(_Jobs(1, reports, found.unseen, found.failed)) + b"\n")
+        write_json(_Jobs(1, reports, found.unseen, found.failed))
         return 0
     if not reports:
         print(

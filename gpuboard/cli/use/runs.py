@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Mapping
-
-import msgspec
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.run_access import listed_runs
 from gpuboard.cli.stderr import report
+from gpuboard.cli.stdout import write_json
 from gpuboard.cli.table import Cell, Column, Row, Step, render
 from gpuboard.cluster.inventory.nodes import folded
 from gpuboard.errors import NoNodeReached
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         code = NoNodeReached.exit_code if len(failed) == len(nodes) else 0
         _report_failed(failed)
     if args.json:
-        sys.stdout.buffer.write(msgspec.json.encode(RunList(1, found, failed)) + b"\n")
+        write_json(RunList(1, found, failed))
         return code
     if not found and code == 0:
         where = "on the nodes that were read" if asked else f"in {runs_dir(context.env)}"

@@ -94,15 +94,15 @@ def visible_devices(rank_map: RankMap, node: str | None, *, uuids: bool = False)
     return found.cuda_visible_devices if found else ""
 
 
-def render_error(code: int, message: str, refusal: Refusal | None = None) -> str:
-    """Return the JSON of an allocation that failed."""
+def error_of(code: int, message: str, refusal: Refusal | None = None) -> dict[str, object]:
+    """Return what the JSON of an allocation that failed has."""
     error = {
         "code": code,
         "message": message,
         "gpus": refusal.gpus if refusal else (),
         "nearest": refusal.nearest if refusal else "",
     }
-    return _json({"schema": 1, "error": error})
+    return {"schema": 1, "error": error}
 
 
 def _json(value: object) -> str:
