@@ -272,11 +272,11 @@ def restart_if_needed(env: Mapping[str, str]) -> list[str]:
     taken = f"{folder}/lost.{os.getpid()}"
     try:
         os.rename(f"{folder}/lost", taken)  # of several concurrent commands, one shows them
-    except FileNotFoundError:
-        return []
-    with open(taken, encoding="utf-8") as file:
-        messages = file.read().splitlines()
-    os.unlink(taken)
+        with open(taken, encoding="utf-8", errors="replace") as file:
+            messages = file.read().splitlines()
+        os.unlink(taken)
+    except OSError:
+        return []  # another command shows them, or they stay in a folder that cannot be written
     return messages
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -60,3 +61,32 @@ def test_one_of_several_concurrent_commands_shows_a_message(tmp_path: Path) -> N
         f"lease {n} expired" for n in range(ROUNDS)
     )
     assert list(_lost(state).parent.iterdir()) == []
+
+
+def test_messages_in_a_folder_that_cannot_be_written_stay_there(tmp_path: Path) -> None:
+    lost = _lost(str(tmp_path))
+    lost.parent.mkdir(parents=True)
+    lost.write_bytes(b"lease k3f9 expired on gpu\xff1\n")
+    lost.parent.chmod(0o500)
+    tmp_path.chmod(0o711)
+    if os.getuid() == 0:
+        os.chown(lost.parent, 65534, 65534)
+    fork = multiprocessing.get_context("fork")
+    shown = fork.SimpleQueue()
+
+    def command() -> None:
+        os.chdir(tmp_path)  # its parents are root's alone
+        if os.getuid() == 0:
+            os.setuid(65534)
+        shown.put(restart_if_needed({"XDG_STATE_HOME": "/proc/self/cwd"}))
+
+    process = fork.Process(target=command)
+    process.start()
+    process.join(60)
+    assert (process.exitcode, shown.get() if process.exitcode == 0 else None) == (0, [])
+    lost.parent.chmod(0o700)
+    if os.getuid() == 0:
+        os.chown(lost.parent, 0, 0)
+    assert restart_if_needed({"XDG_STATE_HOME": str(tmp_path)}) == [
+        "lease k3f9 expired on gpu\N{REPLACEMENT CHARACTER}1"
+    ]
