@@ -60,7 +60,7 @@ class NotFree(Refused):
 class NoSuchLease(GpuboardError):
     """No lease with that id, or it belongs to another user."""
 
-    exit_code = 5
+    exit_code: ExitCode = 5
 
 
 class NoNodeReached(GpuboardError):

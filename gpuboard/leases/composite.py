@@ -22,6 +22,8 @@ from gpuboard.leases.ledger import (
     Released,
     Renewed,
     Scope,
+    UnknownLease,
+    in_no_ledger,
     picked_nodes,
 )
 from gpuboard.model.snapshot import Snapshot
@@ -136,6 +138,7 @@ class CompositeLedger:
         unread: list[str] = []
         unreached: NoNodeReached | None = None
         left = list(ids)
+        missing: list[dict[str, UnknownLease]] = []
         for ledger in self._ledgers:
             if ids and not left:
                 break
@@ -148,8 +151,9 @@ class CompositeLedger:
             leases += found.leases
             unread += found.unread
             left = list(found.missing)
+            missing.append(found.missing)
         if left and unreached is None:
-            raise found.missing[left[0]]
+            raise in_no_ledger(left[0], [of_ledger[left[0]] for of_ledger in missing])
         return Found(leases, unread=unread, unreached=unreached if left or not ids else None)
 
     def release(self, lease: Lease) -> Released:
@@ -163,16 +167,17 @@ class CompositeLedger:
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of the caller as it was allocated, or ``n`` GPUs of it."""
         unreached: NoNodeReached | None = None
+        missing: list[NoSuchLease] = []
         for number, ledger in enumerate(self._ledgers, 1):
             try:
                 return ledger.existing(text, n)
             except NoNodeReached as error:
                 unreached = unreached or error
             except NoSuchLease as error:
-                missing = error
+                missing.append(error)
                 if unreached is None and not self._beyond(self._ledgers[:number]).nodes:  # no later one has a node
                     break
-        raise unreached or missing
+        raise unreached or in_no_ledger(text, missing)
 
     def _of(self, nodes: Sequence[Node], *, ask: bool = True) -> tuple[Ledger, Collection[str]]:
         """Return the first ledger that covers one of ``nodes``, and the names of those that it covers."""

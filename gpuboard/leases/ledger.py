@@ -54,11 +54,28 @@ class JobOptions(msgspec.Struct, frozen=True):
 NO_OPTIONS = JobOptions()
 
 
+class UnknownLease(NoSuchLease):
+    """An id that names none of the caller's leases, ``own``, unless it is on one of the nodes ``unread``: code 1."""
+
+    def __init__(self, text: str, own: Collection[str] = (), unread: Sequence[str] = ()) -> None:
+        yours = f"yours are: {', '.join(sorted(own))}" if own else "you have no leases"
+        maybe = f"; it may be on a node whose leases could not be read: {', '.join(unread)}" if unread else ""
+        super().__init__(f"no lease {text!r}; {yours}{maybe}")
+        self.own = own
+        self.unread = unread
+        if unread:
+            self.exit_code = GpuboardError.exit_code
+
+
+class AmbiguousLease(NoSuchLease):
+    """A prefix of several leases of the caller."""
+
+
 class Found(msgspec.Struct, frozen=True):
     """The caller's leases that match ids, and what could not be determined."""
 
     leases: list[Lease]
-    missing: dict[str, GpuboardError] = {}  # by id that names no lease in this ledger: the error
+    missing: dict[str, UnknownLease] = {}  # by id that names no lease in this ledger: the error
     unread: list[str] = []  # nodes whose leases could not be read: the caller may have some there
     unreached: NoNodeReached | None = None  # the error of a ledger that did not answer
 
@@ -166,10 +183,6 @@ class Ledger(Protocol):
         """Return a lease of the caller as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease, Refused."""
 
 
-class AmbiguousLease(NoSuchLease):
-    """A prefix of several leases of the caller."""
-
-
 def matching(text: str, own: Collection[str]) -> str | None:
     """Return the id in ``own`` that equals ``text``, or the only one with that prefix. Raises AmbiguousLease.
 
@@ -186,10 +199,12 @@ def matching(text: str, own: Collection[str]) -> str | None:
     return starting[0] if starting else None
 
 
-def no_such_lease(text: str, own: Collection[str]) -> NoSuchLease:
-    """Return the error for an id that names none of the caller's leases, ``own``."""
-    yours = f"yours are: {', '.join(sorted(own))}" if own else "you have no leases"
-    return NoSuchLease(f"no lease {text!r}; {yours}")
+def in_no_ledger(text: str, errors: Sequence[NoSuchLease]) -> NoSuchLease:
+    """Return the error for an id that no ledger has, from the error of each."""
+    unknown = [error for error in errors if isinstance(error, UnknownLease)]
+    own = [lease for error in unknown for lease in error.own]
+    unread = [node for error in unknown for node in error.unread]
+    return next((error for error in errors if error not in unknown), UnknownLease(text, own, unread))
 
 
 def not_yours(text: str, owners: Collection[str]) -> NoSuchLease:

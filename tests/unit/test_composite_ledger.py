@@ -10,7 +10,7 @@ import pytest
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import NoNodeReached, NoSuchLease
 from gpuboard.leases.composite import CompositeLedger
-from gpuboard.leases.ledger import Found, Ledger, Scope
+from gpuboard.leases.ledger import Found, Ledger, Scope, UnknownLease
 from gpuboard.model.lease import Lease
 
 
@@ -28,7 +28,7 @@ class Keeping:
         found = [lease for lease in self._leases if not ids or lease in ids]
         return Found(
             [cast(Lease, lease) for lease in found],
-            {text: NoSuchLease(f"no lease {text}") for text in ids if text not in found},
+            {text: UnknownLease(text, self._leases) for text in ids if text not in found},
         )
 
     def covers(self, nodes: Sequence[Node], *, ask: bool = True) -> list[str]:
@@ -64,8 +64,11 @@ def test_what_a_ledger_without_an_answer_may_have_is_unknown(ids: list[str]) -> 
 
 
 def test_a_lease_that_no_ledger_has_is_an_error() -> None:
-    with pytest.raises(NoSuchLease, match="no lease m7"):
-        composed(Keeping("w2aa"), Keeping("k3f9")).find(["m7"])
+    both = "no lease 'm7'; yours are: k3f9, w2aa"
+    with pytest.raises(NoSuchLease, match=both):
+        composed(Keeping("w2aa"), Keeping("k3f9")).find(["w2aa", "m7"])
+    with pytest.raises(NoSuchLease, match=both):
+        composed(Keeping("w2aa"), Keeping("k3f9")).existing("m7")
 
 
 @pytest.mark.parametrize(("lease", "of"), [("j1", "a"), ("d1", "b"), ("c1", "c")])
@@ -80,7 +83,7 @@ def test_each_of_three_ledgers_is_asked_for_a_lease(lease: str, of: str, down: b
 def test_a_lease_that_is_in_no_ledger_may_be_in_one_without_an_answer() -> None:
     with pytest.raises(NoNodeReached):
         composed(Keeping(down=True, nodes="a"), Keeping("c1", nodes="bc")).existing("k3f9")
-    with pytest.raises(NoSuchLease, match="no lease k3f9"):
+    with pytest.raises(NoSuchLease, match="no lease 'k3f9'; yours are: c1, j1"):
         composed(Keeping("j1", nodes="a"), Keeping("c1", nodes="bc")).existing("k3f9")
 
 

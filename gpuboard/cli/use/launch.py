@@ -325,7 +325,7 @@ def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]
         with context.ledger(lambda: context.scope_of([lease])) as ledger:
             return ledger.existing(lease, args.n).rank_map, where
     except NoSuchLease as error:
-        if args.lease:
+        if args.lease or error.exit_code != NoSuchLease.exit_code:
             raise
         raise NoSuchLease(f"{error}; unset GPUBOARD_LEASE, which names it, to reserve other GPUs") from None
 

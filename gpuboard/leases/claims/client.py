@@ -15,7 +15,7 @@ import msgspec
 
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper import holder as processes
-from gpuboard.leases.ledger import matching, no_such_lease, not_yours
+from gpuboard.leases.ledger import UnknownLease, matching, not_yours
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.reading import Claim, ClaimHolder
 from gpuboard.model.replies import Ends, ReleasedClaims
@@ -255,12 +255,10 @@ def mine(claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int]) -> dict
     return {lease: Mine(lease, gpus, sorted(named[lease])) for lease, gpus in found.items()}
 
 
-def find(
-    text: str, claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int], unread: Collection[str] = ()
-) -> Mine:
+def find(text: str, claims: Mapping[str, Sequence[Claim]], uids: Mapping[str, int], unread: Sequence[str] = ()) -> Mine:
     """Return the caller's lease with this id or unique prefix.
 
-    Raises NoSuchLease with the reason, GpuboardError where it may be on one of the nodes ``unread``.
+    Raises NoSuchLease with the reason, UnknownLease also where it may be on one of the nodes ``unread``.
     """
     ours = mine(claims, uids)
     if (lease := matching(text, ours)) is not None:
@@ -268,10 +266,7 @@ def find(
     owners = {c.owner for found in claims.values() for c in found if c.lease == text and c.state == "live"}
     if owners:
         raise not_yours(text, owners)
-    error = no_such_lease(text, ours)
-    if unread:
-        raise GpuboardError(f"{error}; it may be on a node whose leases could not be read: {', '.join(unread)}")
-    raise error
+    raise UnknownLease(text, ours, unread)
 
 
 def unread_nodes(snapshot: Snapshot) -> list[str]:

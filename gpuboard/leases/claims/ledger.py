@@ -10,7 +10,7 @@ import msgspec
 
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory.nodes import Node, local_node, node_by_uuids, own_uuids
-from gpuboard.errors import GpuboardError, NoNodeReached, UsageError
+from gpuboard.errors import NoNodeReached, NoSuchLease, UsageError
 from gpuboard.leases.ledger import (
     NO_OPTIONS,
     AmbiguousLease,
@@ -20,7 +20,7 @@ from gpuboard.leases.ledger import (
     Released,
     Renewed,
     Scope,
-    no_such_lease,
+    UnknownLease,
 )
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.units import day_time, seconds_of
@@ -118,7 +118,7 @@ class ClaimsLedger:
 
         nodes = self._scope().nodes
         if not nodes:
-            return Found([], {text: no_such_lease(text, ()) for text in ids})
+            return Found([], {text: UnknownLease(text) for text in ids})
         fleet, snapshot = self._read(nodes)
         unread = client.unread_nodes(snapshot)
         claims, uids = fleet.claims(), fleet.uids()
@@ -126,24 +126,23 @@ class ClaimsLedger:
         if not ids:
             return Found([_as_lease(each, shown) for each in client.mine(claims, uids).values()], unread=unread)
         found: dict[str, Lease] = {}
-        missing: dict[str, GpuboardError] = {}
+        missing: dict[str, UnknownLease] = {}
         for text in ids:
             try:
                 each = client.find(text, claims, uids, unread)
             except AmbiguousLease:
                 raise
-            except GpuboardError as error:
+            except UnknownLease as error:
+                missing[text] = error
+                continue
+            except NoSuchLease:  # of others
                 theirs = {
                     node: [c.uuid for c in on if c.lease == text and c.state == "live"] for node, on in claims.items()
                 }
                 for_root = {node: uuids for node, uuids in theirs.items() if uuids and uids.get(node) == 0}
-                if for_root:  # root may end any lease
-                    each = client.Mine(text, for_root, sorted(for_root))
-                elif any(theirs.values()):
+                if not for_root:  # root may end any lease
                     raise
-                else:
-                    missing[text] = error
-                    continue
+                each = client.Mine(text, for_root, sorted(for_root))
             found[each.lease] = _as_lease(each, shown)
         return Found(list(found.values()), missing, unread)
 

@@ -14,7 +14,7 @@ from gpuboard.keeper import client as keeper
 from gpuboard.keeper.client import KeeperError
 from gpuboard.keeper.holder import alive
 from gpuboard.leases.claims.client import LONGEST_S
-from gpuboard.leases.ledger import matching, no_such_lease
+from gpuboard.leases.ledger import UnknownLease, matching
 from gpuboard.leases.terms import remove_rank_map, stored_rank_map
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.units import iso
@@ -65,7 +65,7 @@ def find(text: str, mine: Sequence[JobState]) -> tuple[str, JobState]:
     """Return the lease in ``mine`` with this id or unique prefix of an id, and its job. Raises NoSuchLease."""
     known = {job.lease: job for job in mine if job.lease is not None}
     if (lease := matching(text, known)) is None:
-        raise no_such_lease(text, known)
+        raise UnknownLease(text, known)
     return lease, known[lease]
 
 

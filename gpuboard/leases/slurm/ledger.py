@@ -12,16 +12,16 @@ import msgspec
 
 from gpuboard.agent.proc import user_name
 from gpuboard.config import Settings
-from gpuboard.errors import GpuboardError, NoNodeReached, NoSuchLease
+from gpuboard.errors import GpuboardError, NoNodeReached
 from gpuboard.leases.ledger import (
     NO_OPTIONS,
-    AmbiguousLease,
     Found,
     JobOptions,
     Progress,
     Released,
     Renewed,
     Scope,
+    UnknownLease,
     not_yours,
 )
 from gpuboard.leases.slurm.lease import KIND, end, find, gpus_of, known_holder, lease_of, renew
@@ -133,23 +133,21 @@ class SlurmLedger:
     def find(self, ids: Sequence[str]) -> Found:
         """Return the caller's leases. Inside a job Slurm is queried only for ids that may be jobs."""
         if not self._may_be_jobs(ids):
-            return Found([], {text: NoSuchLease(f"no lease {text!r} in Slurm") for text in ids})
+            return Found([], {text: UnknownLease(text) for text in ids})
         mine = self._jobs.mine()
         if not ids:
             return Found([self._lease(job.lease or "", job) for job in mine])
         found: dict[int, Lease] = {}
-        missing: dict[str, GpuboardError] = {}
+        missing: dict[str, UnknownLease] = {}
         for text in ids:
             try:
                 lease, job = find(text, mine)
-            except AmbiguousLease:
-                raise
-            except NoSuchLease as error:
+            except UnknownLease as error:
                 others = self._jobs.of_lease(text, mine=False) if lease_named(job_name(text)) else []
                 if others and os.geteuid():
                     raise not_yours(text, {user_name(job.uid) for job in others}) from None
                 if not others:
-                    missing[text] = NoSuchLease(f"{error}; see `gpuboard leases`")
+                    missing[text] = error
                 found |= {job.number: self._lease(text, job) for job in others}
             else:
                 found[job.number] = self._lease(lease, job)
@@ -182,7 +180,7 @@ class SlurmLedger:
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of the caller. Raises NotFree while its job is pending."""
         if not self._may_be_jobs([text]):
-            raise NoSuchLease(f"no lease {text!r} in Slurm")
+            raise UnknownLease(text)
         with self.allocator(Scope(()), options=NO_OPTIONS, progress=lambda _: None) as allocator:
             return allocator.existing(text, n)
 
