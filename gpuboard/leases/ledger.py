@@ -177,7 +177,7 @@ class Ledger(Protocol):
         """End a lease of any ledger object at once; success also if it has already ended."""
 
     def renew(self, lease: Lease, for_s: float) -> Renewed:
-        """Make a lease end ``for_s`` seconds from now."""
+        """Make a lease end ``for_s`` seconds from now. Raises NoSuchLease where root may not: claims of others."""
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of the caller as it was allocated, or ``n`` GPUs of it. Raises NoSuchLease, Refused."""
@@ -210,7 +210,7 @@ def in_no_ledger(text: str, errors: Sequence[NoSuchLease]) -> NoSuchLease:
 def not_yours(text: str, owners: Collection[str]) -> NoSuchLease:
     """Return the error for an id that names a lease of ``owners``."""
     owner = ", ".join(sorted(owners))
-    return NoSuchLease(f"lease {text} belongs to {owner}; only its owner, or root, can end or change it")
+    return NoSuchLease(f"lease {text} belongs to {owner}; others cannot use or renew it, and only root can end it")
 
 
 def picked_nodes(scope: Scope, picks: Sequence[Pick]) -> list[Node]:

@@ -151,6 +151,20 @@ def test_no_such_lease_is_exit_code_5_and_changes_nothing(here: Here) -> None:
     assert claimed(here) == [lease]
 
 
+def test_root_may_end_the_lease_of_another_user_but_not_renew_it(here: Here) -> None:
+    lease = take(here)
+    for file in here.needs_claims().glob("gpuboard.*"):
+        os.chown(file, 65534, 65534)
+    for command in (["renew", lease, "--for", "1h"], ["env", lease, "--format", "env"]):
+        done = here.run(*command)
+        assert (done.returncode, done.stderr) == (
+            5,
+            f"gpuboard: lease {lease} belongs to nobody; others cannot use or renew it, and only root can end it\n",
+        )
+    assert here.run("release", lease).returncode == 0
+    assert claimed(here) == []
+
+
 def test_renew_beyond_the_sites_limit_is_refused(here: Here) -> None:
     done = here.run("renew", "zzzzzz", "--for", "25h")
     assert done.returncode == 2

@@ -354,7 +354,7 @@ def test_finding_ones_own() -> None:
     ("text", "words"),
     [
         ("k", "'k' is ambiguous: it matches your leases k3f9xx, k4aaaa; write more characters"),
-        ("bobsxx", "lease bobsxx belongs to bob; only its owner, or root, can end or change it"),
+        ("bobsxx", "lease bobsxx belongs to bob; others cannot use or renew it, and only root can end it"),
         ("bob", "no lease 'bob'; yours are: k3f9xx, k4aaaa"),
         ("", "no lease ''; yours are: k3f9xx, k4aaaa"),
     ],

@@ -21,6 +21,7 @@ from gpuboard.leases.ledger import (
     Renewed,
     Scope,
     UnknownLease,
+    not_yours,
 )
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.model.units import day_time, seconds_of
@@ -183,11 +184,14 @@ class ClaimsLedger:
         )
 
     def renew(self, lease: Lease, for_s: float) -> Renewed:
-        """Renew a lease on all its nodes."""
+        """Renew a lease of the caller on all its nodes. Raises NoSuchLease for another user's, which root can find."""
         from gpuboard.keeper import client as keeper
         from gpuboard.leases.claims import client
 
-        outcome = client.renew(self._connected(lease).call_all, lease.id, lease.nodes, for_s)
+        fleet = self._connected(lease)
+        if not self._is_own(lease, fleet.uids()):
+            raise not_yours(lease.id, [lease.owner])
+        outcome = client.renew(fleet.call_all, lease.id, lease.nodes, for_s)
         if outcome.done:
             keeper.renew(lease.id, for_s, self._env)
         self._refresh(lease.nodes)
