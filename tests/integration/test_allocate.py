@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gpuboard.cluster.inventory.nodes import folded
 from gpuboard.model.rankmap import RankMap, problems
 from tests.integration.here import Here
 from tests.nvml import GIB, Gpu, Mig, write_script
@@ -359,10 +360,11 @@ def test_on_a_node_of_the_inventory_only_that_node_is_considered(here: Here) -> 
     here.config(f'nodes = ["{name}", "elsewhere"]\n')
     got = here.json("allocate", "--n", "2", "--format", "json", "--holder", str(os.getpid()))
     assert got["lease"]["nodes"] == [name]
+    hint = f"\n  only this machine was considered; add --nodes '{folded([name, 'elsewhere'])}' for all nodes\n"
     refused = here.run("allocate", "--n", "1")
-    assert refused.returncode == 4
-    assert "only this machine was considered; add --nodes '" in refused.stderr
-    assert "elsewhere" in refused.stderr
+    assert (refused.returncode, refused.stderr.endswith(hint)) == (4, True), refused.stderr
+    refused = here.run("allocate", "--gpus", "elsewhere:0")
+    assert (refused.returncode, refused.stderr) == (2, f"gpuboard: --gpus: node 'elsewhere' is not in scope{hint}")
 
 
 @pytest.mark.parametrize(

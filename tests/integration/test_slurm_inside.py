@@ -263,6 +263,7 @@ def test_this_node_is_preferred_and_only_the_jobs_other_nodes_are_used(lab: Lab)
     )
     script = """
 python lease.py
+gpuboard allocate --gpus gpu02:0 --dry-run 2>&1 >/dev/null | head -1
 export CUDA_VISIBLE_DEVICES=
 eval "$(gpuboard allocate --n 2)" || exit
 echo "$GPUBOARD_NODES $CUDA_VISIBLE_DEVICES"
@@ -274,6 +275,7 @@ eval "$(gpuboard allocate --n 1)"; date +%s.%N"""
     *lines, ended = job.out.splitlines()
     assert lines == [
         "gpu01:0 gpu01:1 gpu02:0 0,1",  # the Python interface
+        "would take gpu02:0",
         "gpu01 0,1",
         *("gpu02", "0 words", "7"),  # over a step
         "2",

@@ -254,10 +254,16 @@ class ClaimsAllocator:
         return Refusal(NeverPossible.exit_code, f"{why}; {how_to_name(self._env)}")
 
     def _choose(self, request: Request, snapshot: Snapshot) -> Choice | Refusal:
-        """Return the policy's answer; inside a Slurm job it prefers this node, where the script runs."""
-        if self._scope.job is not None and self._scope.here is not None:
-            here = [node for node in snapshot.nodes if node.name == self._scope.here]
-            answer = choose(request, msgspec.structs.replace(snapshot, nodes=here))
+        """Return the policy's answer; inside a Slurm job it prefers this node, where the script runs.
+
+        Raises UsageError.
+        """
+        here, named = self._scope.here, {pick.node for pick in request.picks}
+        if unseen := next((name for name in self._scope.left_out if name in named), None):
+            raise UsageError(f"--gpus: node {unseen!r} is not in scope{self._only_here()}")
+        if self._scope.job is not None and here is not None and named <= {here, None}:
+            alone = [node for node in snapshot.nodes if node.name == here]
+            answer = choose(request, msgspec.structs.replace(snapshot, nodes=alone))
             if isinstance(answer, Choice):
                 return answer
         return choose(request, snapshot)
@@ -271,11 +277,15 @@ class ClaimsAllocator:
             message = f"Slurm job {self._scope.job} has no GPUs; request them when you submit it, e.g. --gpus=2"
         elif self._scope.job is not None:
             message += f"\n  only GPUs of Slurm job {self._scope.job} were considered"
-        if self._scope.left_out:
-            everywhere = folded([*self._nodes, *(name for name in self._scope.left_out if name not in self._nodes)])
-            message += f"\n  only this machine was considered; add --nodes '{everywhere}' for all nodes"
-        refusal = msgspec.structs.replace(refusal, message=message)
+        refusal = msgspec.structs.replace(refusal, message=message + self._only_here())
         return NeverPossible(refusal) if refusal.code == NeverPossible.exit_code else NotFree(refusal)
+
+    def _only_here(self) -> str:
+        """Return the line of a message that names the nodes that were left out; "" where there are none."""
+        if not self._scope.left_out:
+            return ""
+        everywhere = folded([*self._nodes, *(name for name in self._scope.left_out if name not in self._nodes)])
+        return f"\n  only this machine was considered; add --nodes '{everywhere}' for all nodes"
 
     def _snapshot(self) -> Snapshot:
         """Return the newest readings, with an error for nodes that could not hold a claim or did not answer."""
