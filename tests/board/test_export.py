@@ -15,6 +15,7 @@ from gpuboard.board.app import BoardApp
 from gpuboard.board.terminal import screenshot
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.errors import GpuboardError
+from gpuboard.model.snapshot import ProcessView
 from tests.board import lab, made
 from tests.board.made import busy, gpu, lease, mig, node, scene, still, unread
 
@@ -136,6 +137,47 @@ async def test_a_list_is_copied_with_all_its_columns_as_tab_separated_text(tmp_p
         await pilot.press("Y")
         titles, values = (line.split("\t") for line in app.clipboard.splitlines())
         assert (titles[:3], values[:3]) == (["Lease", "Owner", "GPUs"], ["k3f9", "alice", "gpu1:1"])
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 34)])
+async def test_a_picture_is_copied_as_the_table_of_its_gpus(tmp_path: Path, size: tuple[int, int]) -> None:
+    alone = scene(node("gpu1", [busy("gpu1", 0), gpu("gpu1", 1), mig("gpu1", 2, "free")]))
+    for shown in (CLUSTER, alone):
+        async with still(tmp_path, shown, size) as (app, pilot):
+            for keys in ((), ("S",), ("slash", *"gpu:0-1", "enter"), ("g",)):
+                await pilot.press(*keys, "Y")
+                picture = app.clipboard.splitlines()
+                assert picture[0].split("\t")[:4] == ["Node", "GPU", "Model", "Memory"]
+                assert "gpu1\t0\tH100 80GB\t60/80G\t90%\t540W\t64°C\tbob" in app.clipboard
+                await pilot.press("t", "Y", "t")
+                assert app.clipboard.splitlines() == picture
+
+
+async def test_a_column_that_is_a_picture_is_left_out_of_every_list(tmp_path: Path) -> None:
+    """Bars and curves; what the time line has no room for is copied, too."""
+    process = ProcessView(4000, "bob", "python train.py", 60 * made.GIB, "compute", sm_percent=85)
+    used = scene(
+        node("gpu1", [busy("gpu1", 0, processes=[process]), gpu("gpu1", 1, "reserved")]),
+        leases=[lease("k3f9", "alice", [("gpu1", 1)])],
+    )
+    async with still(tmp_path, used, (160, 48)) as (app, pilot):
+        copied = {}
+        for keys in (("n",), ("escape", "P"), ("escape", "l"), ("t",)):
+            await pilot.press(*keys)
+            await pilot.pause()
+            await pilot.press("Y")
+            copied[keys[-1]] = [line.split("\t") for line in app.clipboard.splitlines()]
+        await pilot.resize_terminal(80, 24)
+        await pilot.press("t", "Y")
+        copied["80"] = [line.split("\t") for line in app.clipboard.splitlines()]
+    node_titles, first, *_ = copied["n"]
+    assert node_titles == ["GPU", "State", "User", "GiB", "Util", "Temp", "Power", "Model", "Reason"]
+    assert first[2:5] == ["bob", "60.0/80", "90%"]
+    assert copied["P"][1][4:6] == ["60G", "85"]
+    titles, values = copied["l"]
+    assert titles == ["Lease", "Owner", "GPUs", "Left", "Until", "Holder", "From", "Purpose"]
+    assert copied["l"] == copied["t"] == copied["80"]
+    assert values[1:4] == ["alice", "gpu1:1", "8h00m"]
 
 
 async def test_a_list_too_long_for_terminals_is_not_copied(tmp_path: Path) -> None:

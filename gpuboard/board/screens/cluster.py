@@ -15,7 +15,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 
-from gpuboard.board.arrange import GROUPS, SORTS, ViewState, arrange, arrange_nodes, count, natural, pane_of
+from gpuboard.board.arrange import GROUPS, SORTS, Matches, ViewState, arrange, arrange_nodes, count, natural, pane_of
 from gpuboard.board.dialogs.columns import open_columns
 from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.gpu_actions import ActingScreen
@@ -97,6 +97,8 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         self.field.put(self.view.filter)
         self._single = len(self.board.core.nodes) == 1
         self.query_one("#table", GpuTable).choose(choices(self.board.preferences.columns))
+        for picture in (self.query_one("#picture", Picture), self.query_one("#single", SingleNode).grid):
+            picture.listed = self._listed
         self._switch()
         self.grid.set_empty(f"Reading {len(self.board.core.nodes)} nodes")
         self.set_focus(self.grid)
@@ -153,8 +155,7 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         """Draw ``scene``: the visible rows, and one pass over all GPUs for sums, filter and order."""
         self.query_one("#summary", Summary).show_scene(scene)
         self.query_one("#banners", Banners).show_scene(scene)
-        query = self.query_in_force
-        matches = query.matches if query else None
+        matches = self._matches
         if self._single != (len(scene.snapshot.nodes) == 1):
             with self._cursor_kept():
                 self._single = not self._single
@@ -176,6 +177,19 @@ class ClusterScreen(FilteredScreen, ActingScreen):
             self.call_after_refresh(self._show_beside)  # a key that comes now is drawn before that
         else:
             self._show_beside()
+
+    @property
+    def _matches(self) -> Matches | None:
+        """The filter in force, if any."""
+        query = self.query_in_force
+        return query.matches if query else None
+
+    def _listed(self) -> GpuTable:
+        """Return the table, with the GPUs of the newest scene also while it is hidden."""
+        table = self.query_one("#table", GpuTable)
+        if (scene := self.board.scene) is not None:
+            table.show(scene, arrange(scene, self.view, self._matches))
+        return table
 
     def _show_beside(self) -> None:
         """Show what stands beside and below the rows."""

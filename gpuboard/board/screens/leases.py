@@ -50,13 +50,16 @@ _LIST = (
     Column("host", "From", 12, drop=3),
     Column("purpose", "Purpose", 12, weight=6, least=8, drop=1),
 )
-_LINE = (
-    Column("id", "Lease", 6),
-    Column("owner", "Owner", 10, drop=1),
-    Column("gpus", "GPUs", 16, drop=2),
-    Column("left", "Left", 6, right=True),
-)
-_FLAGS = Column("marks", "Flags", 12, drop=3)  # beside the time line
+_BESIDE = {  # those of the list that are drawn beside the time line
+    column.key: column
+    for column in (
+        Column("id", "Lease", 6),
+        Column("owner", "Owner", 10, drop=1),
+        Column("gpus", "GPUs", 16, drop=2),
+        Column("left", "Left", 6, right=True),
+        Column("marks", "Flags", 12, drop=3),
+    )
+}
 _EMPTY = "No GPU is reserved.\n\nr reserves; to choose GPUs, mark them with space in the cluster view first."
 _NO_MATCH = "No lease matches the filter.\nEscape clears it."
 _ORDERS = {"left": "time left", "owner": "owner", "gpus": "GPUs"}
@@ -129,12 +132,13 @@ class LeasesScreen(FilteredScreen):
     def _columns(self, ordered: Sequence[HeldLease], now: float) -> tuple[Column, ...]:
         """Return the columns: flags only where a lease has some; the title of the time line's column is its ruler."""
         flagged = any(one.marks for one in ordered)
-        listed = tuple(column for column in _LIST if flagged or column.key != _FLAGS.key)
+        listed = tuple(column for column in _LIST if flagged or column.key != "marks")
         if not self._lined:
             self._axis = timeline.axis([], now, 1)
             return listed
-        flags = (_FLAGS,) if flagged else ()
-        columns = (*(listed if self._wide else (*_LINE, *flags)), Column(_BAR, "", 30, weight=2, least=20))
+        if not self._wide:  # all are copied
+            listed = tuple(_BESIDE.get(column.key, column._replace(width=0, weight=0)) for column in listed)
+        columns = (*listed, Column(_BAR, "", 30, weight=2, least=20))
         width = share(columns, self.grid.scrollable_content_region.width)[len(columns) - 1]
         self._axis = timeline.axis([(one.since, one.until) for one in ordered], now, width)
         return (*columns[:-1], columns[-1]._replace(title=timeline.ruler(self._axis)))

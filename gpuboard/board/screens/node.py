@@ -61,7 +61,7 @@ def gpu_columns(span: Span | None, *, active: bool = False, index: int = INDEX_L
         Column("index", "GPU", index, right=True),
         Column("state", "State", 12),
         Column("user", "User", 10),
-        Column("memory", "Memory", _BAR, drop=3),
+        Column("bar", "Memory", _BAR, drop=3),
         Column("gib", "GiB", 9, right=True),
         Column("utilization", "Util", 5, right=True),
         *([Column("sm", "SM", 5, right=True), Column("tensor", "Tensor", 6, right=True)] if active else []),

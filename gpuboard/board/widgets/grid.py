@@ -83,7 +83,8 @@ class Grid(OnBoard, Dragging, can_focus=True):
         Binding("shift+down", "mark_rows(1)", "Select downwards", id="grid.mark-down", show=False),
         Binding("Y", "copy_list", "Copy the list", id="grid.copy", show=False),
     ]
-    DRAWN: ClassVar[frozenset[str]] = frozenset({"bar", "spark"})  # keys of columns that are pictures
+    DRAWN: ClassVar[frozenset[str]] = frozenset({"bar", "spark", "trace"})  # keys of columns that are pictures
+    METERED: ClassVar[frozenset[str]] = frozenset({"memory", "sm"})  # of those with a bar before the value
 
     class RowMessage(Message, Generic[K]):
         """Base class of a grid's messages; ``key`` is a row's or a column's."""
@@ -147,6 +148,7 @@ class Grid(OnBoard, Dragging, can_focus=True):
         self._unchecked: list[int] = []  # visible rows whose lines may have changed
         self._base = Style()  # of the widget as it is drawn
         self._drawn_with: Look | None = None
+        self.listed: Callable[[], Grid] = lambda: self  # returns the grid to copy; another one where this is a picture
 
     # Public interface
 
@@ -247,11 +249,15 @@ class Grid(OnBoard, Dragging, can_focus=True):
         return "".join("\t".join(line) + "\n" for line in lines)
 
     def plain(self, key: str, cell: Cell) -> str:
+        """Return a cell as text to copy, without a bar."""
+        if key in self.METERED and isinstance(cell.text, tuple):
+            cell = cell._replace(text=cell.text[-1:])
         return " ".join("".join(text for text, _ in runs_of(cell, Style(), self._look)).split())
 
     def action_copy_list(self) -> None:
         """Copy all rows to the terminal's clipboard (OSC 52)."""
-        text, rows = self.tsv(), sum(not row.group for row in self._rows)
+        grid = self.listed()
+        text, rows = grid.tsv(), sum(not row.group for row in grid._rows)
         if len(text.encode()) > _COPIED_MOST:
             words = (
                 f"{rows} rows are {len(text.encode()) >> 10} KiB, and terminals take {_COPIED_MOST >> 10}; filter them"

@@ -42,12 +42,6 @@ class GpuTable(Grid):
         self.chosen: tuple[ColumnChoice, ...] = ()  # by the user; none: the usual columns
         self._named = True  # whether there is a column with the users
 
-    def plain(self, key: str, cell: Cell) -> str:
-        """Return a cell as text to copy; the bar before the memory is left out."""
-        if key == "memory" and isinstance(cell.text, tuple):
-            cell = cell._replace(text=cell.text[-1:])
-        return super().plain(key, cell)
-
     def choose(self, chosen: Sequence[ColumnChoice]) -> None:
         self.chosen = tuple(chosen)
         if self._scene is not None:
