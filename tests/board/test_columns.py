@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
+import pytest
 from rich.cells import cell_len
+from rich.style import Style
 
 from gpuboard.board import preferences
 from gpuboard.board.app import BoardApp
 from gpuboard.board.dialogs.columns import ColumnList, ColumnsDialog
 from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.tables.columns import ABOUT, COLUMNS, USUAL, ColumnChoice, choices, layout
+from gpuboard.board.text.rows import header_runs, share
+from gpuboard.board.theme.styles import UNICODE, Look
 from gpuboard.board.widgets.table import GpuTable
 from gpuboard.model.lease import LeaseGpu
 from gpuboard.model.snapshot import JobView
@@ -182,6 +187,18 @@ def test_the_reason_has_its_room_at_every_width() -> None:
             always = sum(column.width + 1 for column in columns if not column.drop)
             reason = next(column for column in columns if column.key == "reason")
             assert reason.least == max(12, min(30, space - always))
+
+
+@pytest.mark.parametrize("chosen", [(), tuple(ColumnChoice(key) for key in COLUMNS)])
+def test_the_mark_of_the_order_belongs_to_one_title(chosen: tuple[ColumnChoice, ...]) -> None:
+    for space in (80, 100, 120, 160, 240):
+        columns = layout(CLUSTER, space, chosen)
+        widths = share(columns, space)
+        for column in (columns[index] for index in widths):
+            [(line, _)] = header_runs(
+                columns, widths, (column.key, True), indent=0, width=space, base=Style(), look=Look({}, UNICODE)
+            )
+            assert re.search(rf"(^| )(▼{column.title}|{column.title}▼)( |$)", line), line
 
 
 async def test_every_column_has_a_description_and_cells(tmp_path: Path) -> None:

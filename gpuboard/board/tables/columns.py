@@ -28,7 +28,7 @@ COLUMNS = {
         Column("memory", "Memory", BAR + 9),
         Column("utilization", "Util", 4, right=True),
         Column("sm", "SM", 4, right=True, drop=6),
-        Column("tensor", "Tensor", 6, right=True, drop=6),
+        Column("tensor", "Tensor", 7, right=True, drop=6),
         Column("spark", "5 min", SPARK, drop=6),
         Column("power", "Power", 5, right=True, drop=4),
         Column("temperature", "Temp", 5, right=True, drop=3),

@@ -162,25 +162,22 @@ def header_runs(
 ) -> Styled:
     """Return the titles, at least ``width`` cells. ``sort``: by which column rows are sorted, and if downwards.
 
-    Its mark stands on the side where titles of that column are not aligned, and covers no letter.
+    Its mark stands on the side where titles of that column are not aligned, or on the other one if it would touch
+    another title there. It covers no letter.
     """
-    style = base + look.style("title")
-    runs: Styled = [(" " * indent, style)]
+    line, sides = " " * indent, list[int]()  # where the mark can stand
     for index, size in widths.items():
         column = columns[index]
-        title, after = column.title, " " * GAP
         if sort is not None and sort[0] == column.key:
-            mark = look.glyphs.down if sort[1] else look.glyphs.up
-            if len(title) < size:
-                title = mark + title if column.right else title + mark
-            elif column.right and runs[-1][0]:  # no room in the column: in the gap before or after it
-                runs[-1] = (runs[-1][0][:-1] + mark, style)
-            else:
-                after = mark
-        runs += fit_runs([(title, style)], size, style, right=column.right, ellipsis="")
-        runs.append((after, style))
-    runs.append((_rest(widths, indent, width), style))
-    return runs
+            blank, end = max(0, size - len(column.title)), len(line) + size
+            sides = [len(line) + blank - 1, end] if column.right else [end - blank, len(line) - 1]
+        title = fit_runs([(column.title, "")], size, "", right=column.right, ellipsis="")
+        line += "".join(text for text, _ in title) + " " * GAP
+    line += _rest(widths, indent, width)
+    if sort is not None and (fitting := [at for at in sides if 0 <= at < width]):
+        at = min(fitting, key=lambda at: len(line[max(0, at - 1) : at + 2].split()))  # titles that it would touch
+        line = line[:at] + (look.glyphs.down if sort[1] else look.glyphs.up) + line[at + 1 :]
+    return [(line, base + look.style("title"))]
 
 
 def row_runs(
