@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.gpu import GpuScreen
 from gpuboard.board.screens.node import NodeScreen
 from gpuboard.board.widgets.pane import Summary
 from gpuboard.board.widgets.picture import Picture
 from tests.board.lab import drag, screen, settle
-from tests.board.made import at_cluster
+from tests.board.made import at_cluster, crowd
 from tests.board.test_cluster import LETTERS, lab, status
 
 
@@ -63,6 +65,24 @@ async def test_the_mouse_in_the_picture(tmp_path: Path) -> None:
         await pilot.press("escape")
         await pilot.click(Picture, offset=(2, 2), times=2)
         await settle(pilot, lambda: isinstance(app.screen, NodeScreen))
+
+
+@pytest.mark.parametrize("view", ["picture", "table"])
+async def test_what_the_user_sorted_for_is_at_the_top(tmp_path: Path, view: str) -> None:
+    async with at_cluster(tmp_path, crowd(60), (80, 24)) as (app, shown, pilot):
+        if view == "table":
+            await pilot.press("t")
+        grid = shown.grid
+        title = (screen(app).splitlines()[1].index("Node"), 0)
+        for first in ("gpu0001", "gpu0060"):
+            await pilot.press("end", "up", "up")
+            await settle(pilot, lambda: grid.scroll_offset.y > 0)
+            await pilot.click(grid, offset=title)
+            await settle(pilot, lambda: grid.scroll_offset.y == 0)
+            assert grid.render_line(1).text.split()[0] == first
+            assert (shown.cursor_node or "?") in screen(app), "the cursor is among the first rows"
+        await pilot.press("end", "S")
+        await settle(pilot, lambda: grid.scroll_offset.y == 0)
 
 
 async def test_a_click_on_a_count_of_the_header_shows_only_these(tmp_path: Path) -> None:

@@ -379,6 +379,22 @@ async def test_cursor_marks_and_place_on_the_screen_stay_when_rows_are_sorted() 
         assert app.messages == []
 
 
+async def test_the_first_rows_stay_visible_while_the_cursor_is_among_them() -> None:
+    async with opened() as (_, grid, pilot):
+        found = []
+        for first in (95, 98, 94, 80):  # k99 is the fifth row, the second, the sixth, the twentieth
+            grid.set_rows([*[*many(100)][first:], *many(first)])
+            if first == 95:
+                grid.cursor = "k99"
+                grid.to_top()
+            await pilot.pause()
+            found.append((grid.scroll_offset.y, grid.cursor))
+        assert found == [(0, "k99"), (0, "k99"), (0, "k99"), (14, "k99")]
+        grid.to_top()
+        await pilot.pause()
+        assert (grid.scroll_offset.y, grid.cursor) == (0, "k80")
+
+
 async def test_a_cursor_whose_row_vanished_waits_on_the_nearest_and_returns() -> None:
     async with opened() as (_, grid, pilot):
         grid.set_rows(rows("a", "b", "c", "d", "e"))

@@ -318,10 +318,14 @@ class ClusterScreen(FilteredScreen, ActingScreen):
         if self.view.sort == key:
             self.action_reverse()
         else:
-            self._change(sort=key, reverse=key in _DOWN_FIRST)
+            self._sort(key, reverse=key in _DOWN_FIRST)
 
     def action_reverse(self) -> None:
-        self._change(sort=self.view.sort or "node", reverse=not self.view.reverse)
+        self._sort(self.view.sort or "node", reverse=not self.view.reverse)
+
+    def _sort(self, key: str, *, reverse: bool) -> None:
+        self._change(sort=key, reverse=reverse)
+        self.grid.to_top()
 
     def action_group(self) -> None:
         """Group by the next of node, model, user, state, none."""

@@ -167,13 +167,17 @@ class ProcessesScreen(FilteredScreen):
 
     def order_by(self, key: str) -> None:
         """Sort first in the usual direction, then reversed."""
-        self._change(sort=key, reverse=key == self.order.sort and not self.order.reverse)
+        self._sort(key, reverse=key == self.order.sort and not self.order.reverse)
+
+    def _sort(self, key: str, *, reverse: bool) -> None:
+        self._change(sort=key, reverse=reverse)
+        self.grid.to_top()
 
     def action_sort(self) -> None:
         self.choose_order(self.order.sort, down=self._descending)
 
     def action_reverse(self) -> None:
-        self._change(reverse=not self.order.reverse)
+        self._sort(self.order.sort, reverse=not self.order.reverse)
 
     def action_tree(self) -> None:
         """Group by the user's runs, by jobs and by leases, or not."""

@@ -202,7 +202,8 @@ class Grid(OnBoard, Dragging, can_focus=True):
                 self._resized()
             self._cursor, self._at = None if at is None else rows[at].key, at or 0
             self._wanted = self._wanted or self._cursor
-            if self.FOLLOWS and at is not None and visible and old:
+            at_top = not self._first and (at or 0) < self._page  # there the first rows stay visible
+            if self.FOLLOWS and at is not None and visible and old and not at_top:
                 to = self.scroll_offset.y + (at - before) * self._tall
                 self.scroll_to(y=max(0, to), animate=False, force=True)
         self._settle()
@@ -510,6 +511,12 @@ class Grid(OnBoard, Dragging, can_focus=True):
 
     def action_last(self) -> None:
         self._go(len(self._rows) - 1, -1)
+
+    def to_top(self) -> None:
+        """Show the first rows, for which the user has sorted; a cursor further down goes to the first one."""
+        if self._at >= self._page:
+            self.action_first()
+        self.scroll_to(y=0, animate=False, force=True)
 
     def action_choose(self) -> None:
         if self.cursor is not None:
