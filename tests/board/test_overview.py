@@ -132,6 +132,16 @@ async def test_the_screen_lists_sorts_and_filters(tmp_path: Path) -> None:
         assert app.screen.cursor_uuid == "GPU-gpu04-0"
 
 
+async def test_what_ends_later_than_there_are_lines_for_is_counted(tmp_path: Path) -> None:
+    leases = [made.lease(f"k3f{index}", "alice", [("gpu03", index)]) for index in range(7)]
+    async with made.still(tmp_path, made.scene(*NODES[:4], leases=leases), (80, 24)) as (app, pilot):
+        await pilot.press("v")
+        await settle(pilot, lambda: "╭─ Ends next" in screen(app))
+        listed = sum("k3f" in line for line in screen(app).splitlines())
+        assert 0 < listed < 7
+        assert f"and {7 - listed} more" in screen(app)
+
+
 async def test_it_counts_mig_devices_as_the_header_does(tmp_path: Path) -> None:
     sliced = made.node("gpu01", [made.mig("gpu01", 0, "free", "busy", "free"), made.gpu("gpu01", 1)])
     shown = held(sliced)  # of the other ten nodes' 40 GPUs, bob uses one and alice holds four

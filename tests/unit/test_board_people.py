@@ -51,7 +51,7 @@ def test_gpus_held_used_and_idle_are_counted_for_each_person() -> None:
 
 def test_only_nodes_with_new_readings_are_counted_again() -> None:
     scene, people, upcoming = lab(), People(), Upcoming()
-    before, ending = people.of(scene), upcoming.of(scene, NOW, 9)
+    before, ending = people.of(scene), upcoming.of(scene, NOW)
 
     class Untouched(Scene):
         def leases_on(self, uuid: str) -> Any:
@@ -60,7 +60,7 @@ def test_only_nodes_with_new_readings_are_counted_again() -> None:
     same = [msgspec.structs.replace(node, age_s=2.5) for node in scene.snapshot.nodes]
     later = Untouched(msgspec.structs.replace(scene.snapshot, nodes=same), scene.leases, uids={})
     assert people.of(later) == before
-    assert upcoming.of(later, NOW, 9) == ending
+    assert upcoming.of(later, NOW) == ending
     gone: list[NodeView] = same[1:]
     assert people.of(made.scene(*gone, leases=[LEASE])) == [
         Person("alice", held=1),
@@ -82,21 +82,20 @@ def test_what_ends_next_names_mig_devices_by_their_numbers() -> None:
     on_job = msgspec.structs.replace(split.mig[2], jobs=[job("15", "bob")])
     split = msgspec.structs.replace(split, mig=[*split.mig[:2], on_job])
     held = msgspec.structs.replace(LEASE, gpus=[LeaseGpu("gpu01", 0, split.mig[1].uuid, mig=1)])
-    found = Upcoming().of(made.scene(made.node("gpu01", [split]), leases=[held]), NOW, 9)
+    found = Upcoming().of(made.scene(made.node("gpu01", [split]), leases=[held]), NOW)
     assert [one.place for one in found] == ["gpu01:0:2", "gpu01:0:1"]
 
 
 def test_what_ends_next_are_leases_and_jobs_with_a_limit() -> None:
     end = seconds_of("2026-01-31T13:00:00.000Z")
-    assert Upcoming().of(lab(), NOW, 9) == [
+    assert Upcoming().of(lab(), NOW) == [
         UpcomingEnd(end, "bob", "job 15", 2, "gpu01:2 +1"),
         UpcomingEnd(seconds_of(LEASE.until), "alice", "k3f0", 3, "gpu01:0-1 +1"),
     ]
-    assert [one.name for one in Upcoming().of(lab(), NOW, 1)] == ["job 15"]
 
 
 def test_a_job_s_lease_is_listed_once() -> None:
     scene = lab()
     lease = msgspec.structs.replace(LEASE, id="j7", owner="bob", job="15")
     both = Scene(scene.snapshot, msgspec.structs.replace(scene.leases, leases=[lease]), uids={})
-    assert [one.name for one in Upcoming().of(both, NOW, 9)] == ["j7"]
+    assert [one.name for one in Upcoming().of(both, NOW)] == ["j7"]

@@ -38,14 +38,14 @@ class Gatherer:
         self._people = People()
         self._upcoming = Upcoming()
 
-    def facts(self, scene: Scene, span: Span, most: int) -> OverviewFacts:
-        """Return the facts of a scene and of the ``span`` before it, ``most`` of what ends next."""
+    def facts(self, scene: Scene, span: Span) -> OverviewFacts:
+        """Return the facts of a scene and of the ``span`` before it."""
         now = seconds_of(scene.snapshot.at)
         return OverviewFacts(
             self._history.cluster(span),
             scene.sums.free,
             self._people.of(scene, self.order),
-            self._upcoming.of(scene, now, most),
+            self._upcoming.of(scene, now),
             self._events.events,
             self._events.problem,
             now,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import nsmallest
 
 import msgspec
 
@@ -42,8 +41,8 @@ class Upcoming:
     def __init__(self) -> None:
         self._jobs: dict[str, tuple[Sequence[GpuView], dict[str, _Job]]] = {}
 
-    def of(self, scene: Scene, now: float, most: int) -> list[UpcomingEnd]:
-        """Return the next ``most`` to end, the first one first. ``now``: epoch seconds."""
+    def of(self, scene: Scene, now: float) -> list[UpcomingEnd]:
+        """Return what ends, the first one first. ``now``: epoch seconds."""
         found = []
         leased = set()
         for lease in scene.leases.leases:
@@ -75,7 +74,7 @@ class Upcoming:
                 count = sum(len(found) for found in places.values())
                 end = seconds_of(job_view.until)
                 found.append(UpcomingEnd(end, job_view.user, f"job {name}", count, _place(places)))
-        return nsmallest(most, found, key=lambda one: (one.until, one.name))
+        return sorted(found, key=lambda one: (one.until, one.name))
 
 
 def _jobs_on(gpus: Sequence[GpuView]) -> dict[str, _Job]:

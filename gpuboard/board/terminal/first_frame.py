@@ -182,7 +182,7 @@ class _Body(NamedTuple):
         free = free_lines(self.scene, self.view, self.columns, rows)
         if free < LEAST:
             return [*drawn]
-        lines = overview(gatherer.facts(self.scene, span, free), self.columns, free, self.look.glyphs)
+        lines = overview(gatherer.facts(self.scene, span), self.columns, free, self.look.glyphs)
         blank = [(" " * self.columns, self.base)]
         above = [*drawn, *[blank] * (rows - free - len(drawn))][: rows - free]
         below = [runs_of(Cell(tuple(line)), self.base, self.look) for line in lines]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from gpuboard.board.arrange import NodeRow, ViewState
 from gpuboard.board.overview.events import ClusterEvent
@@ -25,6 +25,7 @@ from gpuboard.board.theme.styles import Glyphs
 from gpuboard.model.units import format_duration, seconds_of
 from gpuboard.nodesets import fold
 
+T = TypeVar("T")
 LEAST = 8  # lines of a panel that is worth its room
 _SHORTEST = 7  # lines of a box, where there are two rows of them
 _NARROWEST = 12  # cells of any box
@@ -130,7 +131,7 @@ def _box(name: str, facts: OverviewFacts, cells: int, height: int, glyphs: Glyph
         note = f"{sums.held} held  {sums.idle} idle" if facts.people else ""
         return framed("People", note, people_lines(facts.people, facts.order, inner, most, glyphs), cells, height)
     if name == "next":
-        return framed("Ends next", "", ending_lines(facts.endings, facts.now, inner), cells, height)
+        return framed("Ends next", "", ending_lines(facts.endings, facts.now, inner, most), cells, height)
     return framed("Events", "", event_lines(facts, inner, most), cells, height)
 
 
@@ -184,7 +185,7 @@ def people_lines(people: Sequence[Person], order: str, cells: int, most: int, gl
     bar = bar if bar >= 4 else 0
     titles = [(f" {word:>4}", "title" if word.lower() == order else "dim") for word in ("Held", "Used", "Idle")]
     lines: list[Runs] = [[("User".ljust(cells - 3 * 5), "dim"), *titles]]
-    shown = people if len(people) < most else people[: max(0, most - 2)]
+    shown = _below_titles(people, most)
     largest = max(max(one.held, one.used) for one in people)
     for one in shown:
         parts: Runs = [(fit(one.name, name), "")]
@@ -199,6 +200,11 @@ def people_lines(people: Sequence[Person], order: str, cells: int, most: int, gl
         words = f"and {len(people) - len(shown)} more"
         lines.append([(fit(words, cells - 15), "dim"), (f"{left.held:>5}{left.used:>5}{left.idle:>5}", "dim")])
     return lines
+
+
+def _below_titles(rows: Sequence[T], most: int) -> Sequence[T]:
+    """Return the rows that fit into ``most`` lines, with a line for titles and, where not all fit, one for the rest."""
+    return rows if len(rows) < most else rows[: max(0, most - 2)]
 
 
 def _share(one: Person, cells: int, largest: int, glyphs: Glyphs) -> Runs:
@@ -216,14 +222,15 @@ def _share(one: Person, cells: int, largest: int, glyphs: Glyphs) -> Runs:
     return [run for run in runs if run[0]]
 
 
-def ending_lines(endings: Sequence[UpcomingEnd], now: float, cells: int) -> list[Runs]:
-    """Return what ends next, the first one first."""
+def ending_lines(endings: Sequence[UpcomingEnd], now: float, cells: int, most: int) -> list[Runs]:
+    """Return what ends next, the first one first; those that do not fit are counted."""
     if not endings:
         return [[(line, "dim")] for line in wrapped("No lease, and no job with a time limit.", cells)]
     name = min(10, cells - _NEXT_LEAST) if cells - _NEXT_LEAST >= 6 else 0  # else the id is left out
     title = f"What{' ' * (name - 4)} " if name else ""
     lines: list[Runs] = [[(f"{'In':>6}  {'User':<9} {'GPUs':>4} {title}Where", "dim")]]
-    for one in endings:
+    shown = _below_titles(endings, most)
+    for one in shown:
         left_s = one.until - now
         left = "now" if left_s < 1 else format_duration(left_s)
         role = "mine" if one.mine else ""
@@ -233,6 +240,8 @@ def ending_lines(endings: Sequence[UpcomingEnd], now: float, cells: int) -> list
             (f"{fit(one.name, name)} " if name else "", "dim"),
             (one.place, role),
         ])  # fmt: skip
+    if len(shown) < len(endings):
+        lines.append([(f"and {len(endings) - len(shown)} more", "dim")])
     return lines
 
 

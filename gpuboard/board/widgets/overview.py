@@ -51,6 +51,6 @@ class OverviewPanel(Pane):
         """Show the newest facts; nothing is counted while hidden."""
         if self.display:
             lines, names = self.lines, self._names
-            facts = self.gatherer.facts(scene, self.board.preferences.graphs, lines)
+            facts = self.gatherer.facts(scene, self.board.preferences.graphs)
             glyphs = self.board.look.glyphs
             self.show(lambda width: overview(facts, width, lines, glyphs, names))
