@@ -94,8 +94,8 @@ class BoardApp(CrashHookApp):
         Binding("ctrl+t", "theme", "Theme", id="app.theme", show=False),
         # priority: in dialogs, too
         Binding("ctrl+l", "redraw", "Redraw", id="app.redraw", show=False, priority=True),
-        Binding("ctrl+s", "save('svg')", "Save the screen as SVG", id="app.save-svg", show=False, priority=True),
-        Binding("alt+s", "save('txt')", "Save the screen as text", id="app.save-text", show=False, priority=True),
+        Binding("ctrl+s", "save('svg')", "Save screen as SVG", id="app.save-svg", show=False, priority=True),
+        Binding("alt+s", "save('txt')", "Save screen as text", id="app.save-text", show=False, priority=True),
         Binding("ctrl+z", "suspend_process", "Suspend", id="app.suspend", show=False, priority=True),
     ]
     CSS = """

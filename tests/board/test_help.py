@@ -71,6 +71,11 @@ async def test_help_scrolls_by_keys_and_wheel_and_uses_the_width(tmp_path: Path)
         assert "picture.mark-right " in screen(app)  # whole
         await pilot.resize_terminal(120, 40)
         await settle(pilot, lambda: "picture.mark-right " in screen(app))
+        for width in (120, 160):
+            await pilot.resize_terminal(width, 40)
+            await pilot.press("home")
+            await settle(pilot, lambda: box.scroll_y == 0)
+            assert [line for line in await _read(app, pilot) if "…" in line] == []
         await pilot.press("q")
         await settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
         assert app.is_running

@@ -26,7 +26,7 @@ STATE_WORDS = {
     "allocated": "held by a job of the scheduler",
     "busy": "in use without a reservation",
     "occupied": "memory in use, owner not visible",
-    "mig": "in MIG mode; M2: 2 of its devices are free",
+    "mig": "in MIG mode; M2: 2 of its devices free",
     "unknown": "no current reading; never free",
     "broken": "lost, failed or needs recovery",
 }
@@ -35,7 +35,7 @@ RANK_WORDS = {
     "gate": "ready; preflight has not finished",
     "importing": "imports torch",
     "running": "runs, or loads data",
-    "waits": "waits for other ranks in a collective or at init",
+    "waits": "for others, in a collective or at init",
     "behind": "others wait for it",
     "stopped": "by SIGSTOP, ctrl-Z or a debugger",
     "blocked": "in uninterruptible sleep (driver or disk)",
@@ -49,7 +49,7 @@ FLAG_WORDS = {
     "idle": "held, but unused for a while",
     "overdue": "the lease ended, its processes did not",
     "disputed": "claims contradict each other",
-    "sick": "a fault (ECC, heat, PCIe, XID): open the GPU",
+    "sick": "fault (ECC, heat, PCIe, XID): see the GPU",
 }
 FILTER_WORDS = (
     ("alice", "any text with the word"),
@@ -61,14 +61,14 @@ FILTER_WORDS = (
 MOUSE_WORDS = (
     ("click", "move the cursor; press a footer key"),
     ("double click", "open it"),
-    ("ctrl-click", "select or deselect; also the right button"),
+    ("ctrl-click", "or right-click: select or deselect"),
     ("drag", "select from there to here"),
     ("click on a title", "sort by it; again: reverse"),
     ("click on a count", "only these GPUs; again: all"),
 )
-_COLUMN = 58  # cells of one column of the screen
+_COLUMN = 58  # cells of one column of the screen, at least
 _KEYS, _SIGNS = 13, 16  # cells for the keys, and for a letter or mark with its name
-_WORDS = 23  # cells for the description; the binding's id follows
+_WORDS = 22  # cells for the description; the binding's id follows
 
 
 class HelpScreen(BoardScreen):
@@ -93,7 +93,7 @@ class HelpScreen(BoardScreen):
     def __init__(self, opened_from: str) -> None:
         super().__init__()
         self._opened_from = opened_from
-        self._columns = 0
+        self._cells = 0  # for the columns together
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="scroll", can_focus=False):
@@ -105,9 +105,8 @@ class HelpScreen(BoardScreen):
 
     def on_resize(self) -> None:
         """Lay the sections out in as many columns as fit."""
-        columns = max(1, (self.size.width - 3) // _COLUMN)
-        if columns != self._columns:
-            self._columns = columns
+        if self._cells != (cells := self.size.width - 3):
+            self._cells = cells
             self.draw()
 
     def draw(self) -> None:
@@ -116,7 +115,7 @@ class HelpScreen(BoardScreen):
             legends.reverse()
         here, others = self._keys()
         sections = [*here, legends[0], *others, legends[1], self._mouse(), self._filters()]
-        self.query_one("#words", Static).update(_in_columns(sections, max(1, self._columns)))
+        self.query_one("#words", Static).update(_in_columns(sections, self._cells))
 
     def action_scroll(self, lines: int) -> None:
         self.query_one("#scroll").scroll_relative(y=lines, animate=False)
@@ -178,8 +177,9 @@ class HelpScreen(BoardScreen):
         return Text(f"  {left}".ljust(width), self.board.look.style("title")).append(f" {words}", "not bold")
 
 
-def _in_columns(sections: Sequence[list[Text]], columns: int) -> Text:
-    """Lay whole sections out in columns of about the same length."""
+def _in_columns(sections: Sequence[list[Text]], cells: int) -> Text:
+    """Lay whole sections out in as many columns as fit into ``cells``, of about the same length."""
+    columns = max(1, cells // _COLUMN)
     total = sum(len(section) + 1 for section in sections)
     laid: list[list[Text]] = [[]]
     for section in sections:
@@ -193,7 +193,7 @@ def _in_columns(sections: Sequence[list[Text]], columns: int) -> Text:
         line = Text()
         for column in laid:
             cell = column[row].copy() if row < len(column) else Text()
-            cell.truncate(_COLUMN - 1, overflow="ellipsis", pad=True)
+            cell.truncate(cells // columns - 1, overflow="ellipsis", pad=True)
             line.append_text(cell).append(" ")
         lines.append(line)
     return Text("\n").join(lines)
