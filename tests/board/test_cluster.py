@@ -71,6 +71,16 @@ def status(app: BoardApp) -> str:
     return screen(app).splitlines()[-2].strip()
 
 
+async def test_the_error_of_a_node_takes_the_lines_of_its_row(tmp_path: Path) -> None:
+    error = "ssh: connection refused; is sshd running there, and is the port right?"
+    nodes = [node(f"gpu{k}", [gpu(f"gpu{k}", index) for index in range(4)]) for k in range(1, 4)]
+    async with at_cluster(tmp_path, scene(*nodes, unread("gpu4", error)), (80, 24)) as (app, _, _):
+        rows = screen(app).splitlines()
+        [first] = [number for number, line in enumerate(rows) if line.startswith(" gpu4 ")]
+        words = " ".join(" ".join(rows[first : first + 3]).split())
+        assert words == f"gpu4 unreachable {error}"
+
+
 async def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
     async with at_cluster(tmp_path, lab(), LETTERS) as (_, shown, _):
         assert [line[:61].rstrip() for line in lines(shown.grid)] == [

@@ -29,6 +29,7 @@ from gpuboard.board.text.format import (
 )
 from gpuboard.board.text.gpu_cell import TALLEST, CellSize, Ink, first_line, further_lines, has_readings
 from gpuboard.board.text.gpu_row import known, letter_of, units
+from gpuboard.board.text.lines import wrapped
 from gpuboard.board.text.plots import curve, metered, part_of, per_cell
 from gpuboard.board.text.rows import GAP, Cell, Column, Runs
 from gpuboard.board.theme.styles import LETTERS
@@ -151,7 +152,8 @@ def below(item: NodeRow, drawing: Drawing) -> list[Cell]:
     """Return the further lines of a node's row: its model, CPU and memory; those of its GPUs' cells."""
     node, size = item.node, drawing.ink.size
     if not node.gpus:
-        return []
+        indent = " " * (drawing.widths["node"] + _STATE + 2 * GAP)
+        return [Cell(indent + words, trouble_role(node)) for words in _no_gpus(node, drawing)[1:]]
     room = drawing.widths["node"] + GAP + _STATE
     left = _host(node, drawing, room) if item.leads else []
     meters = _host_read(node) and size.lines >= _METERS_FROM
@@ -191,8 +193,7 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
     name = Cell(node.name, "title" if focus.node == node.name else "")
     connection = _connection(node)
     if not node.gpus:
-        words = node.error or "no GPU found"
-        return (name, connection, Cell(words, trouble_role(node), rest=True))
+        return (name, connection, Cell(_no_gpus(node, drawing)[0], trouble_role(node), rest=True))
     shown = item.parts
     free, total = map(sum, zip(*(units(gpu) for gpu in shown), strict=True)) if shown else (0, 0)
     role = "unknown" if node.state != "up" else "free" if free else "dim"
@@ -214,6 +215,12 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
         known(pair(node.memory_used, node.memory_total, 4)),
         Cell(_users(shown, ink.scene, widths.get("users", 0))),
     )
+
+
+def _no_gpus(node: NodeView, drawing: Drawing) -> list[str]:
+    """Return why no GPU of a node is known, in as many lines as its row has."""
+    room = drawing.widths["gpus"] + GAP + drawing.widths["free"]
+    return wrapped(node.error or "no GPU found", room, most=drawing.ink.size.lines) or [""]
 
 
 def _trace(node: NodeView, ink: Ink, cells: int) -> str:
