@@ -128,6 +128,11 @@ class Scene:
         simulated = any(node.source == "simulated" for node in self.snapshot.nodes)
         return "  ".join(filter(None, (self._label, "SIMULATED" if simulated else "")))
 
+    @property
+    def live(self) -> bool:
+        """Whether it is of now; the label of a replay has its time."""
+        return not self._label
+
     def own_nodes(self) -> set[str]:
         """Return the nodes on which the caller has a lease, or a process on a GPU."""
         found = {gpu.node for lease in self.leases.leases if lease.mine for gpu in lease.gpus}

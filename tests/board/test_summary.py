@@ -72,6 +72,15 @@ def test_simulation_is_shown_at_any_width(columns: int) -> None:
     assert "SIMULATED" in "".join(texts(cluster(source="simulated"), columns))
 
 
+def test_a_replay_has_one_time_and_keeps_what_is_wrong() -> None:
+    stale = node("gpu01", [busy("gpu01", index) for index in range(4)], state="stale", age_s=9.0, source="simulated")
+    replay = scene(stale, node("gpu02"), label="REPLAY 2026-01-31 12:00:00  10x  paused")
+    for columns in (80, 100, 160):
+        lines = "\n".join("".join(text for text, _ in runs) for runs in header(replay, columns, tall=True))
+        assert lines.count(":00:00") == 1
+        assert all(words in lines for words in ("1 stale", "paused", "SIMULATED"))
+
+
 @pytest.mark.parametrize("columns", range(20, 200, 7))
 def test_the_header_never_wraps(columns: int) -> None:
     for tall in (True, False):

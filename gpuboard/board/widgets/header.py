@@ -58,28 +58,28 @@ def picked(scene: Scene, columns: int, x: int, y: int, *, tall: bool) -> str:
 
 def _lines(scene: Scene, columns: int, *, tall: bool) -> list[Parts]:
     facts = scene.sums
-    clock = (Part(datetime.fromisoformat(scene.snapshot.at).astimezone().strftime("%H:%M:%S"), "dim"),)
+    at = datetime.fromisoformat(scene.snapshot.at).astimezone()
+    about = _about(facts)
+    dated = [*about, (Part(f"{at:%H:%M:%S}", "dim"),)] if scene.live else about
     label: Parts = (Part(f" {scene.label} ", "warn"),) if scene.label else ()
     if tall and columns >= _WIDE:
         name = scene.snapshot.cluster or "gpuboard"
         left: Parts = (Part(f" {name} ", "title"), *label)
-        right = _join([*_about(facts, words=True), clock])
+        right = _join(dated)
         fitting = ((k, parts) for k, parts in enumerate(_models(facts)) if _width(parts) <= columns - 1)
         number, counts = next(fitting, (0, _total(facts)))
         others = _others(facts)
         if number > 1 and _width(left) + _width(others) + 4 + _width(right) <= columns:
             left = (*left, Part("  ", ""), *others)  # no room for them beside each model
         return [_apart(left, right, columns), (_MARGIN, *counts)]
-    rights = [
-        (*_join([*_about(facts, words=True), clock]), *label),
-        (*_join(_about(facts, words=True)), *label),
-        (*_join(_about(facts, words=False)), *label),
-    ]
+    troubles = _troubles(facts)
+    rights = [(*_join(parts), *label) for parts in (dated, about, [*troubles, _oldest(facts, words=False)])]
     for number, counts in enumerate(_models(facts)):
         for right in rights if number < 3 else rights[2:]:
             if 1 + _width(counts) + 2 + _width(right) <= columns:
                 return [_apart((_MARGIN, *counts), right, columns)]
-    return [_apart((_MARGIN, *_total(facts)), label, columns)]
+    left, right = (_MARGIN, *_total(facts)), (*_join(troubles), *label)
+    return [_apart(left, right if _width(left) + 2 + _width(right) <= columns else label, columns)]
 
 
 def _models(facts: Sums) -> Iterator[Parts]:
@@ -145,21 +145,26 @@ def _total(facts: Sums) -> Parts:
     return (Part(f"{facts.free} free", "free" if facts.free else "dim", _FREE), Part(f" of {total}", "dim"))
 
 
-def _about(facts: Sums, *, words: bool) -> list[Parts]:
-    parts: list[Parts] = []
-    if words:
-        parts.append((Part(f"{facts.nodes} nodes" if facts.nodes != 1 else "1 node", "dim"),))
-    for number, word, style in (
+def _about(facts: Sums) -> list[Parts]:
+    nodes = Part(f"{facts.nodes} nodes" if facts.nodes != 1 else "1 node", "dim")
+    return [(nodes,), *_troubles(facts), _oldest(facts, words=True)]
+
+
+def _troubles(facts: Sums) -> list[Parts]:
+    """Return how many nodes have no current reading."""
+    troubles = (
         (facts.unreachable, "unreachable", "bad"),
         (facts.connecting, "connecting", "unknown"),
         (facts.stale, "stale", "warn"),
-    ):
-        if number:
-            parts.append((Part(f"{number} {word}", style, f"state:{word}"),))
+    )
+    return [(Part(f"{number} {word}", style, f"state:{word}"),) for number, word, style in troubles if number]
+
+
+def _oldest(facts: Sums, *, words: bool) -> Parts:
+    """Return the age of the oldest reading."""
     oldest = age(facts.oldest_s)
     style = "unknown" if oldest == UNKNOWN else "warn" if facts.stale or facts.unreachable else "dim"
-    parts.append((Part(f"oldest {oldest:>3}" if words else f"{oldest:>3}", style),))
-    return parts
+    return (Part(f"oldest {oldest:>3}" if words else f"{oldest:>3}", style),)
 
 
 def _join(found: Sequence[Parts]) -> Parts:
