@@ -103,12 +103,15 @@ def iso(epoch: float) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """Return the epoch seconds of an ISO 8601 time, as :func:`iso` writes it.
+    """Return the epoch seconds of an ISO 8601 time, as :func:`iso` writes it. Raises ValueError.
 
     >>> seconds_of(iso(1.5))
     1.5
     """
-    return datetime.fromisoformat(text).timestamp()
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except OverflowError as error:  # at the ends of the calendar
+        raise ValueError(str(error)) from None
 
 
 def day_time(epoch: float) -> str:

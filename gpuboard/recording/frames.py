@@ -148,10 +148,7 @@ def _value(key: str, value: Tree, at: float) -> Tree:
     if key in _SLACK_S and isinstance(value, int | float):
         return max(0.0, at - value)
     if key in _TIMES and isinstance(value, str):
-        try:
-            return iso(seconds_of(value))
-        except OverflowError as error:
-            raise ValueError(str(error)) from None
+        return iso(seconds_of(value))
     return _ages(value, at) if isinstance(value, dict | list) else value
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.replay.core import ReplayCore
 from gpuboard.board.scene import Scene
 from gpuboard.config import Settings
 from gpuboard.errors import UsageError
 from gpuboard.model.snapshot import NodeView
+from gpuboard.recording.events import ClusterEvent
 from gpuboard.recording.file import Recording
 from gpuboard.recording.frames import Frame
 from tests.hosts import Running, eight

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.overview.store import SIZE_MAX, EventStore, append, read
 from gpuboard.model.units import iso
+from gpuboard.recording.events import ClusterEvent
 from tests.waiting import until
 
 WRITER = """
 import sys
 from pathlib import Path
-from gpuboard.board.overview.events import ClusterEvent
+from gpuboard.recording.events import ClusterEvent
 from gpuboard.board.overview.store import append
 file, by = Path(sys.argv[1]), sys.argv[2]
 number = 0

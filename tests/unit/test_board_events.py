@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from gpuboard.board.overview.damper import CALM_S, MOST, WINDOW_S, Damper
-from gpuboard.board.overview.events import Baseline, ClusterEvent, look, merged
+from gpuboard.board.overview.events import Baseline, look, merged
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot, XidView
 from gpuboard.model.units import iso, seconds_of
+from gpuboard.recording.events import ClusterEvent
 from tests.board import made
 
 replace = msgspec.structs.replace

@@ -5,9 +5,9 @@ from __future__ import annotations
 from gpuboard.board.filter.conditions import own_name
 from gpuboard.board.filter.language import Language
 from gpuboard.board.filter.matchers import gpu_index, person, place, quantity, word
-from gpuboard.board.overview.events import KINDS, ClusterEvent
 from gpuboard.leases.picks import parse_picks
 from gpuboard.model.units import parse_duration, seconds_of
+from gpuboard.recording.events import KINDS, ClusterEvent
 
 
 def _indexes(event: ClusterEvent, now: float) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from gpuboard.board.overview.events import ClusterEvent
+from gpuboard.recording.events import ClusterEvent
 
 MOST = 4  # events of one thing in WINDOW_S that are listed one by one; later ones are counted
 WINDOW_S = 600.0

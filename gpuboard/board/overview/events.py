@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, get_args
 
 import msgspec
 
@@ -18,27 +17,11 @@ from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.request import slots
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot, judged
 from gpuboard.model.units import format_duration, ranges, seconds_of
+from gpuboard.recording.events import NODES_MAX, ClusterEvent, Kind
 
-Kind = Literal[
-    "lost", "broken", "recovered", "error", "xid", "sick", "rogue", "unreachable", "stale", "back", "expired", "ended"
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 OF_NODES = frozenset({"unreachable", "stale", "back"})
 _EARLY_S = 5.0  # a lease that ends at most this long before its time has expired
 _LOST = "GPU lost: "
-NODES_MAX = 1024  # names kept of an event
-
-
-class ClusterEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Something that happened, to one or more nodes or GPUs at once. A line of the event file."""
-
-    at: str  # ISO 8601, by this host's clock
-    kind: str  # of KINDS, or another one of a later version
-    nodes: tuple[str, ...] = ()
-    gpus: str = ""  # indexes, "0-3,7", "0:5" of a MIG device; only of a single node
-    user: str = ""
-    words: str = ""
-    by: str = ""  # the board that has seen it
 
 
 class Baseline(msgspec.Struct, frozen=True, gc=False):

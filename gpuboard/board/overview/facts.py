@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gpuboard.board.history import Cluster, History, Span
-from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.overview.log import EventLog
 from gpuboard.board.overview.people import People, Person
 from gpuboard.board.overview.upcoming import Upcoming, UpcomingEnd
 from gpuboard.board.scene import Scene
 from gpuboard.model.units import seconds_of
+from gpuboard.recording.events import ClusterEvent
 
 
 class OverviewFacts(NamedTuple):

@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 from gpuboard import paths
 from gpuboard.board.overview.damper import Damper
-from gpuboard.board.overview.events import Baseline, ClusterEvent, look, merged
+from gpuboard.board.overview.events import Baseline, look, merged
 from gpuboard.board.overview.store import EventStore
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import Snapshot
+from gpuboard.recording.events import ClusterEvent
 
 
 class EventLog:

@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 
 from gpuboard import files, paths
-from gpuboard.board.overview.events import NODES_MAX, OF_NODES, ClusterEvent
+from gpuboard.board.overview.events import OF_NODES
 from gpuboard.model.decoding import from_json
-from gpuboard.model.text import clean
-from gpuboard.model.units import iso, seconds_of
+from gpuboard.model.units import seconds_of
+from gpuboard.recording.events import ClusterEvent, checked
 
 SIZE_MAX = 512 * 1024  # bytes: some 4,000 events; with the older file twice that
 KEPT = 2000  # events in memory
@@ -128,19 +128,9 @@ class EventStore:
 def _decoded(line: bytes) -> ClusterEvent | None:
     """Return the event in a line, its texts cleaned; None for anything else."""
     try:
-        event = from_json(line, ClusterEvent)
-        at = iso(seconds_of(event.at))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError):
+        return checked(from_json(line, ClusterEvent))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
         return None
-    return msgspec.structs.replace(
-        event,
-        at=at,
-        kind=clean(event.kind, 32),
-        nodes=tuple(clean(name, 253) for name in event.nodes[:NODES_MAX]),
-        gpus=clean(event.gpus, 64),
-        user=clean(event.user, 64),
-        words=clean(event.words),
-    )
 
 
 def _older(file: Path) -> Path:

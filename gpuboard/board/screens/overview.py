@@ -12,7 +12,6 @@ from textual.binding import Binding, BindingType
 
 from gpuboard.board.filter.events import EVENTS
 from gpuboard.board.gpu_actions import GraphScreen
-from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.overview.facts import Gatherer
 from gpuboard.board.overview.people import ORDERS
 from gpuboard.board.scene import Scene
@@ -23,6 +22,7 @@ from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.board.widgets.overview import OverviewPanel
 from gpuboard.board.widgets.pane import Lines
 from gpuboard.model.units import seconds_of
+from gpuboard.recording.events import ClusterEvent
 
 _EVENTS_LEAST = 9  # lines of the events: status, titles, rows
 _TALLEST = 22  # lines of the boxes

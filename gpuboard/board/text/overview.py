@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from gpuboard.board.arrange import NodeRow, ViewState
-from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.board.overview.facts import OverviewFacts
 from gpuboard.board.overview.people import Person, totals
 from gpuboard.board.overview.upcoming import UpcomingEnd
@@ -24,6 +23,7 @@ from gpuboard.board.text.single_node import tall_for
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.model.units import format_duration, seconds_of
 from gpuboard.nodesets import fold
+from gpuboard.recording.events import ClusterEvent
 
 T = TypeVar("T")
 LEAST = 8  # lines of a panel that is worth its room
