@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
@@ -25,6 +26,11 @@ def clean(text: str, limit: int = 512) -> str:
             " " if c in _BLANK else c for c in text if c in _BLANK or unicodedata.category(c) not in _DROPPED
         )
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def program(command: str) -> str:
+    """Return the program's name in a command line, without its folder: all else of it may hold secrets."""
+    return os.path.basename(command.partition(" ")[0])
 
 
 def same_user(one: str | None, other: str) -> bool:

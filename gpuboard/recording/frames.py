@@ -5,7 +5,6 @@ In a recording, ages are moments (epoch seconds): a value that only grows older 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from gpuboard.model.decoding import convert
 from gpuboard.model.late import plain
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.snapshot import NodeView, SchedulerView, Snapshot
-from gpuboard.model.text import clean
+from gpuboard.model.text import clean, program
 from gpuboard.model.units import iso, seconds_of
 from gpuboard.recording.changes import Tree
 
@@ -172,4 +171,4 @@ def _round(node: Tree) -> None:
 def _cut_commands(node: Tree) -> None:
     for part in [*node["gpus"], *(device for gpu in node["gpus"] for device in gpu["mig"])]:
         for process in part["processes"] or ():
-            process["command"] = os.path.basename(process["command"].partition(" ")[0])
+            process["command"] = program(process["command"])

@@ -119,11 +119,11 @@ def test_a_rogue_user_is_one_event_however_many_processes() -> None:
     watch.look(node("gpu01", mine))
     rogues = [ProcessView(70 + n, "mallory", "./miner --pool", None, "compute", rogue=True) for n in range(3)]
     worse = replace(mine, flags=["rogue"], processes=[*(mine.processes or ()), *rogues])
-    assert short(watch.look(node("gpu01", worse))) == [("rogue", "gpu01", "0", "mallory", "./miner")]
+    assert short(watch.look(node("gpu01", worse))) == [("rogue", "gpu01", "0", "mallory", "miner")]
     assert watch.look(node("gpu01", replace(worse, utilization=1))) == []
     other = ProcessView(90, "eve", "./miner2", None, "compute", rogue=True)
     both = replace(worse, flags=["rogue"], processes=[*(worse.processes or ()), other])
-    assert short(watch.look(node("gpu01", both))) == [("rogue", "gpu01", "0", "eve", "./miner2")]
+    assert short(watch.look(node("gpu01", both))) == [("rogue", "gpu01", "0", "eve", "miner2")]
 
 
 def test_a_node_is_unreachable_and_back() -> None:

@@ -16,6 +16,7 @@ from gpuboard.model.gpu import xid_words
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.request import slots
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot, judged
+from gpuboard.model.text import program
 from gpuboard.model.units import format_duration, ranges, seconds_of
 from gpuboard.recording.events import NODES_MAX, ClusterEvent, Kind
 
@@ -121,7 +122,7 @@ def _of_gpu(old: GpuView, gpu: GpuView, bad: set[str]) -> Iterator[tuple[Kind, s
     for process in gpu.processes or ():
         if process.rogue and process.user not in known_users:
             known_users.add(process.user)
-            yield "rogue", process.user or "", (process.command.split() or ["process"])[0]
+            yield "rogue", process.user or "", program(process.command) or "process"
 
 
 def _pairs(before: NodeView, node: NodeView) -> Iterator[tuple[GpuView, GpuView | None]]:
