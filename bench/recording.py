@@ -24,6 +24,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from gpuboard.board.overview.log import EventFinder
 from gpuboard.board.replay.app import ReplayApp
 from gpuboard.board.replay.core import ReplayCore
 from gpuboard.cluster.inventory.file import write_nodes
@@ -31,6 +32,7 @@ from gpuboard.cluster.simulated import living_nodes
 from gpuboard.config import Settings
 from gpuboard.model.lease import LeaseList
 from gpuboard.model.units import iso
+from gpuboard.recording.events import EVENTS_MOST, ClusterEvent
 from gpuboard.recording.file import Recording, RecordingWriter
 from gpuboard.recording.frames import Frame
 
@@ -70,6 +72,7 @@ def main() -> None:
 def frames(sample: Recording, nodes: int, seconds: float) -> Iterator[Frame]:
     """Yield the frames of a larger and longer cluster."""
     known = list(sample.frames())
+    finder, events = EventFinder(), list[ClusterEvent]()
     for number in range(int(seconds / EVERY_S)):
         at = sample.begin + number * EVERY_S
         found = []
@@ -79,7 +82,9 @@ def frames(sample: Recording, nodes: int, seconds: float) -> Iterator[Frame]:
             gpus = [msgspec.structs.replace(gpu, uuid=f"{gpu.uuid}-{place}") for gpu in like.gpus]
             found.append(msgspec.structs.replace(like, name=f"gpu{place:04d}", gpus=gpus, age_s=0.5))
         snapshot = msgspec.structs.replace(known[0].snapshot, at=iso(at), nodes=found)
-        yield Frame(at, snapshot, LeaseList(1, iso(at), []))
+        leases = LeaseList(1, iso(at), [])
+        events = [*events, *finder.find(snapshot, leases, at)][-EVENTS_MOST:]
+        yield Frame(at, snapshot, leases, events=events)
 
 
 async def replay(file: Path, folder: Path, hours: float) -> None:

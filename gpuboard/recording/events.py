@@ -13,11 +13,12 @@ Kind = Literal[
     "lost", "broken", "recovered", "error", "xid", "sick", "rogue", "unreachable", "stale", "back", "expired", "ended"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+EVENTS_MOST = 200  # the newest ones up to a frame of a recording
 NODES_MAX = 1024  # names kept of an event
 
 
 class ClusterEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Something that happened, to one or more nodes or GPUs at once. A line of the event file."""
+    """Something that happened, to one or more nodes or GPUs at once. As it is written to files, JSON."""
 
     at: str  # ISO 8601, by this host's clock
     kind: str  # of KINDS, or another one of a later version

@@ -2,7 +2,8 @@
 
 Each member has a few seconds of frames, and its length and times in an extra field of its header: a reader goes to any
 moment without decompressing what is before it, and a file whose last member is incomplete is good up to there. A member
-with a key frame begins with the whole cluster; frames after it are changes (changes.py).
+with a key frame begins with the whole cluster and the newest events; frames after it are changes (changes.py) and the
+events since the frame before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -25,6 +26,7 @@ from gpuboard.model.decoding import convert, from_json
 from gpuboard.model.text import clean
 from gpuboard.model.units import day_time
 from gpuboard.recording.changes import Tree, applied, difference
+from gpuboard.recording.events import EVENTS_MOST, ClusterEvent, checked
 from gpuboard.recording.frames import Frame, Restorer, cleaned, to_tree
 
 FORMAT = "gpuboard recording"
@@ -61,6 +63,7 @@ class RecordingWriter:
         self._head = {"format": FORMAT, "schema": SCHEMA, "version": version, "commands": commands}
         self._commands = commands
         self._tree: Tree = None
+        self._events: Sequence[ClusterEvent] = ()  # of the newest frame
         self._lines: list[bytes] = []
         self._first = self._last = self._keyed = 0.0
         self._key = False
@@ -83,11 +86,16 @@ class RecordingWriter:
         key = not self.frames or frame.at - self._keyed >= _KEY_S
         if key and self._lines:
             self.flush()
+        line = {"at": at, "state": tree} if key else {"at": at, "change": difference(self._tree, tree)}
+        if frame.events is not None:
+            known = frozenset(self._events)
+            new = frame.events if key else [event for event in frame.events if event not in known]
+            line |= {"events": new} if key or new else {}
+            self._events = frame.events
         if key:
-            self._lines = [msgspec.json.encode(self._head), msgspec.json.encode({"at": at, "state": tree})]
+            self._lines = [msgspec.json.encode(self._head)]
             self._keyed, self._key = at, True
-        else:
-            self._lines.append(msgspec.json.encode({"at": at, "change": difference(self._tree, tree)}))
+        self._lines.append(msgspec.json.encode(line))
         self._first = at if len(self._lines) == 1 or key else self._first
         self._last, self._tree = at, tree
         self.frames += 1
@@ -217,6 +225,7 @@ class Cursor:
         self._recording = recording
         self._restorer = Restorer()
         self._tree: Tree = None
+        self._events: Sequence[ClusterEvent] | None = None
         self._at = -1.0  # of the newest line that is in the tree
         self._next: tuple[float, dict[str, Tree]] | None = None  # the line after it
         self._go_to(0)
@@ -235,10 +244,21 @@ class Cursor:
             while self._next is not None and (self._next[0] <= moment or self._tree is None):
                 self._at, one = self._next
                 self._tree = one["state"] if "state" in one else applied(self._tree, one["change"])
+                self._take_events(one)
                 self._next = next(self._lines, None)
-            return self._restorer.frame(self._tree, self._at)
+            return self._restorer.frame(self._tree, self._at, self._events)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._recording.damaged(self._at, error) from error
+
+    def _take_events(self, line: dict[str, Tree]) -> None:
+        """Add the events of a line; those of a key frame replace all. Known ones stay the same objects."""
+        before = (self._events or ()) if "state" not in line else ()
+        if "events" in line:
+            known = {event: event for event in self._events or ()}
+            new = [checked(event) for event in convert(line["events"], list[ClusterEvent])]
+            self._events = [*dict.fromkeys(known.get(event, event) for event in (*before, *new))][-EVENTS_MOST:]
+        elif "state" in line:
+            self._events = None
 
     def _go_to(self, key: int) -> None:
         self._key, self._tree = key, None

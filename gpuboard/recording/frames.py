@@ -5,6 +5,7 @@ In a recording, ages are moments (epoch seconds): a value that only grows older 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from gpuboard.model.snapshot import NodeView, SchedulerView, Snapshot
 from gpuboard.model.text import clean, program
 from gpuboard.model.units import iso, seconds_of
 from gpuboard.recording.changes import Tree
+from gpuboard.recording.events import ClusterEvent
 
 # In a recording these are moments. They are computed at every snapshot from two clocks: a moment that has moved by less
 # than this is the same one.
@@ -34,6 +36,7 @@ class Frame(msgspec.Struct, frozen=True):
     snapshot: Snapshot
     leases: LeaseList
     uids: dict[str, int] = {}  # the recording user's uid on each node
+    events: Sequence[ClusterEvent] | None = None  # EVENTS_MOST at most, until then, oldest first; None: not recorded
 
 
 def to_tree(frame: Frame, before: Tree = None, *, commands: bool = False) -> Tree:
@@ -70,7 +73,7 @@ class Restorer:
     def __init__(self) -> None:
         self._nodes: dict[str, tuple[Tree, NodeView, float]] = {}
 
-    def frame(self, tree: Tree, at: float) -> Frame:
+    def frame(self, tree: Tree, at: float, events: Sequence[ClusterEvent] | None) -> Frame:
         """Return the frame of a plain form as it was ``at`` epoch seconds. Raises ValueError (msgspec's, too)."""
         if not isinstance(tree, dict) or not isinstance(tree.get("nodes"), dict):
             raise ValueError("no nodes")
@@ -90,6 +93,7 @@ class Restorer:
                 convert(tree.get("outdated", []), list[str]),
             ),
             convert(tree.get("uids"), dict[str, int]),
+            events,
         )
 
     def _node(self, name: str, tree: Tree, at: float) -> NodeView:

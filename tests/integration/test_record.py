@@ -7,8 +7,11 @@ import os
 import signal
 from pathlib import Path
 
+from gpuboard.model.units import iso
+from gpuboard.recording.file import Recording
+from gpuboard.recording.frames import Frame
 from tests.integration.here import Here
-from tests.nvml import GIB, Gpu
+from tests.nvml import GIB, LOST, Gpu
 from tests.waiting import until
 
 
@@ -40,6 +43,34 @@ def test_a_recording_has_what_status_had(here: Here, tmp_path: Path) -> None:
     assert "73%" in table
     refused = here.run("record", str(file))
     assert (refused.returncode, refused.stderr) == (2, f"gpuboard: {file} exists; name a new file\n")
+
+
+def test_a_recording_has_the_events_of_its_time(here: Here, tmp_path: Path) -> None:
+    here.gpus([Gpu(), Gpu()])
+    file = tmp_path / "a.gz"
+    process = here.start("record", str(file), "--every", "1s")
+
+    def newest() -> Frame:
+        recording = Recording(file)
+        found = recording.at(recording.end)
+        recording.close()
+        return found
+
+    try:
+        until(lambda: file.stat().st_size if file.exists() else 0, "a member is written")
+        begin = newest()
+        here.gpus([Gpu(), Gpu(trouble=(f"fault * {LOST}",))])
+        until(lambda: newest().events, "a GPU is lost", 60)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert begin.events == []
+    [event] = [one for one in newest().events or () if one.kind == "lost"]
+    assert (event.gpus, event.by) == ("1", "")
+    frames = Recording(file).frames()
+    first = next(one for one in frames if one.snapshot.nodes[0].gpus[1].state == "broken")
+    assert event.at == iso(first.at)
 
 
 def test_bad_input(here: Here, tmp_path: Path) -> None:

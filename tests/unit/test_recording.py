@@ -21,6 +21,7 @@ from gpuboard.model.lease import Lease, LeaseGpu, LeaseList
 from gpuboard.model.snapshot import GpuView, JobView, MigView, NodeView, ProcessView, SchedulerView, Snapshot, XidView
 from gpuboard.model.units import day_time, iso, seconds_of
 from gpuboard.recording.changes import applied, difference
+from gpuboard.recording.events import EVENTS_MOST, NODES_MAX, ClusterEvent
 from gpuboard.recording.file import Cursor, ForwardClock, Recording, RecordingWriter
 from gpuboard.recording.frames import Frame
 from gpuboard.recording.player import Player, moment_of
@@ -144,6 +145,81 @@ def test_any_moment_is_found(long: Path, seconds: float) -> None:
     assert plain(cursor.frame(T0 + seconds)) == plain(LONG[number])
     assert cursor.next_at == (LONG[number + 1].at if number < 199 else None)
     assert plain(Recording(long).at(T0 + seconds)) == plain(LONG[number])
+
+
+def event(seconds: float, words: str = "") -> ClusterEvent:
+    return ClusterEvent(iso(T0 + seconds), "xid", ("gpu00",), "0", words=words)
+
+
+EVENTS = [event(n, f"{n} of 1000") for n in range(1000)]  # one a second; more than a frame has
+
+
+@pytest.fixture(scope="module")
+def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of LONG, each frame with what has happened until then."""
+    found = [replace(one, events=EVENTS[: 5 * n + 1][-EVENTS_MOST:]) for n, one in enumerate(LONG)]
+    return recorded(tmp_path_factory.mktemp("recording") / "eventful.gz", found)
+
+
+@pytest.mark.parametrize("back_s", [0, 1, 10, 305, 900])
+@pytest.mark.parametrize("seconds", [0, 4, 5, 299, 300, 302, 640, 995])
+def test_a_frame_has_the_events_until_then(eventful: Path, seconds: float, back_s: float) -> None:
+    cursor = Cursor(Recording(eventful))
+    until = int(min(seconds, 995) // 5) * 5 + 1
+    cursor.frame(T0 + seconds + back_s)
+    for moment in (seconds - 5, seconds):
+        found = cursor.frame(T0 + moment).events
+    assert found == EVENTS[:until][-EVENTS_MOST:]
+    assert Recording(eventful).at(T0 + seconds).events == found
+
+
+def test_known_events_stay_the_same_objects(eventful: Path) -> None:
+    cursor = Cursor(Recording(eventful))
+    before = cursor.frame(T0 + 290).events
+    after = cursor.frame(T0 + 310).events  # there is a key frame in between
+    assert before is not None
+    assert after is not None
+    assert all(one is other for one, other in zip(before[20:], after, strict=False))
+
+
+def test_frames_without_events_have_none(long: Path) -> None:
+    assert {one.events for one in Recording(long).frames()} == {None}
+
+
+def test_an_event_is_written_once_and_again_in_a_key_frame(tmp_path: Path) -> None:
+    one = event(1)
+    path = recorded(
+        tmp_path / "events.gz",
+        [replace(frame(at), events=[one] if at else []) for at in (0, 5, 10, 295, 300)],
+    )
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    written = [{"at": one.at, "kind": "xid", "nodes": ["gpu00"], "gpus": "0"}]
+    assert [line.get("events") for line in lines if "at" in line] == [[], written, None, None, written]
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"at": "soon", "kind": "xid"},
+        {"at": "0001-01-01T00:00", "kind": "xid"},
+        {"at": 1, "kind": "xid"},
+        {"kind": "xid"},
+        {"at": iso(T0), "kind": "xid", "nodes": "gpu00"},
+        "xid",
+    ],
+)
+def test_events_that_cannot_be_shown_are_damage(tmp_path: Path, hostile: Any) -> None:
+    path = recorded(tmp_path / "hostile.gz", [replace(frame(0), events=[hostile])])
+    with pytest.raises(GpuboardError, match=r"hostile\.gz is damaged at "):
+        Recording(path).at(T0)
+
+
+def test_text_of_foreign_events_is_cleaned(tmp_path: Path) -> None:
+    hostile = ClusterEvent("2026-01-31T13:00:00+01:00", "\x1b[31mxid", ("gpu\u202e",) * 2000, "0" * 99, "\x07eve", "\n")
+    path = recorded(tmp_path / "hostile.gz", [replace(frame(0), events=[hostile])])
+    [found] = Recording(path).at(T0).events or ()
+    gpus = "0" * 63 + "…"
+    assert found == ClusterEvent("2026-01-31T12:00:00.000Z", "[31mxid", ("gpu",) * NODES_MAX, gpus, "eve", " ")
 
 
 def test_other_programs_read_it(long: Path) -> None:

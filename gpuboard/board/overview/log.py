@@ -13,15 +13,27 @@ from gpuboard.model.snapshot import Snapshot
 from gpuboard.recording.events import ClusterEvent
 
 
+class EventFinder:
+    """Compares each snapshot with the one before."""
+
+    def __init__(self) -> None:
+        self._seen = Baseline()
+        self._damper = Damper()
+
+    def find(self, snapshot: Snapshot, leases: LeaseList, now: float) -> list[ClusterEvent]:
+        """Return what has happened since the snapshot before. ``now``: seconds, of any clock that is not set back."""
+        found, self._seen = look(self._seen, snapshot, leases)
+        return merged(self._damper.listed(found, now))
+
+
 class EventLog:
-    """Compares each snapshot with the one before. One thread adds; others may read meanwhile."""
+    """The events that a board shows. One thread adds; others may read meanwhile."""
 
     def __init__(self, env: Mapping[str, str], nodes: Collection[str], *, kept: bool) -> None:
         """``nodes``: their names; ``kept``: for the next start, too."""
         self._store = EventStore(paths.state_dir(env) / "events.jsonl", nodes)
         self._kept = kept
-        self._seen = Baseline()
-        self._damper = Damper()
+        self._finder = EventFinder()
 
     def start(self) -> None:
         """Read the events of earlier boards, and write new ones, in the background."""
@@ -29,9 +41,8 @@ class EventLog:
             self._store.start()
 
     def add(self, snapshot: Snapshot, leases: LeaseList, now: float) -> None:
-        """Add what has happened since the snapshot before. ``now``: monotonic seconds."""
-        found, self._seen = look(self._seen, snapshot, leases)
-        self._store.add(merged(self._damper.listed(found, now)))
+        """Add what has happened since the snapshot before. ``now``: as for ``EventFinder.find``."""
+        self._store.add(self._finder.find(snapshot, leases, now))
 
     @property
     def events(self) -> Sequence[ClusterEvent]:

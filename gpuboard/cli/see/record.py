@@ -20,7 +20,8 @@ from gpuboard.cli.options import path, typed
 from gpuboard.cli.stderr import report, show_progress
 from gpuboard.errors import Interrupted
 from gpuboard.model.text import quoted
-from gpuboard.model.units import format_duration, parse_duration
+from gpuboard.model.units import format_duration, iso, parse_duration
+from gpuboard.recording.events import EVENTS_MOST, ClusterEvent
 from gpuboard.recording.file import ForwardClock, RecordingWriter
 from gpuboard.recording.frames import Frame
 
@@ -47,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n  gpuboard record incident.gz\n  gpuboard record day.gz --for 24h --every 10s\n"
         "  gpuboard board --replay day.gz --at 14:00 --speed 60\n"
         "  gpuboard status --replay day.gz --at 14:03:21\n\n"
-        "The file has readings, reservations and jobs as the board shows them, with user\n"
-        "names, as JSON lines (zcat FILE). At most the last 10 s are lost when gpuboard\n"
-        "is killed or the disk is full."
+        "The file has readings, reservations, jobs and events as the board shows them,\n"
+        "with user names, as JSON lines (zcat FILE). At most the last 10 s are lost when\n"
+        "gpuboard is killed or the disk is full."
     )
 
 
@@ -87,6 +88,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _record(core: Core, writer: RecordingWriter, args: argparse.Namespace, end: _End, context: Context) -> None:
     """Write a frame for every reading, for ``--for`` or until interrupted."""
+    from gpuboard.board.overview.log import EventFinder
+
+    finder, events = EventFinder(), list[ClusterEvent]()
     began = due = time.monotonic()
     until = math.inf if args.for_s is None else began + args.for_s
     clock = ForwardClock()
@@ -95,7 +99,9 @@ def _record(core: Core, writer: RecordingWriter, args: argparse.Namespace, end: 
         at, ahead_s = clock.read()
         if ahead_s:
             report(f"the clock was set back by {format_duration(ahead_s)}; the recording's times do not follow it")
-        writer.add(Frame(at, scene.snapshot, scene.leases, scene.uids))
+        snapshot = msgspec.structs.replace(scene.snapshot, at=iso(at))  # its events have the times of the frames
+        events = [*events, *finder.find(snapshot, scene.leases, at)][-EVENTS_MOST:]
+        writer.add(Frame(at, snapshot, scene.leases, scene.uids, events))
         show_progress(f"recording: {_summary(writer, time.monotonic() - began)}; ctrl-C ends", context)
         if time.monotonic() >= until:
             return
