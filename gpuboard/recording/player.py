@@ -54,6 +54,7 @@ class Player:
         self.recording = recording
         self.speed = speed
         self.paused = False
+        self.jumps = 0  # how often the position was changed other than by playing
         self._clock = clock
         self._position = recording.begin
         self._since = clock()
@@ -79,6 +80,7 @@ class Player:
 
     def seek(self, moment: float) -> None:
         """Go to a moment, at most to the beginning or the end."""
+        self.jumps += 1
         self._set(min(max(moment, self.recording.begin), self.recording.end))
 
     def pause(self) -> None:

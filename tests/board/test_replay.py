@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,12 +11,15 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
+from gpuboard.board.overview.log import EventFinder
 from gpuboard.board.replay.app import ReplayApp
 from gpuboard.board.replay.core import ReplayCore
+from gpuboard.board.widgets.grid import Grid
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
 from gpuboard.model.snapshot import SchedulerView, Snapshot
 from gpuboard.model.units import iso
+from gpuboard.recording.events import ClusterEvent
 from gpuboard.recording.file import Recording, RecordingWriter
 from gpuboard.recording.frames import Frame
 from tests.board import lab, made
@@ -25,16 +28,14 @@ BEGIN = 1_800_000_000.0
 HOURS = 3
 
 
-@pytest.fixture(scope="module")
-def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three hours of two nodes, a frame a minute: GPU 0 is busy by as many per cent as minutes of the hour have passed.
+def frames() -> Iterator[Frame]:
+    """Yield three hours of two nodes, a frame a minute: GPU 0 is busy by as many per cent as minutes have passed.
 
     gpu02 hangs in the second hour, and loses a GPU in the third, in whose second half Slurm does not answer. In the
     middle of the first, nothing was recorded for ten minutes.
     """
     lost = made.gpu("gpu02", 1, "broken", reason="GPU lost: XID 79")
-    path = tmp_path_factory.mktemp("recording") / "day.gz"
-    writer = RecordingWriter(path)
+    finder, events = EventFinder(), list[ClusterEvent]()
     for minute in range(60 * HOURS):
         if 25 <= minute < 35:
             continue
@@ -48,9 +49,30 @@ def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
         silent = SchedulerView("slurm", 60.0 * (minute - 149), "squeue: timed out")
         slurm = silent if minute >= 150 else SchedulerView("slurm", 5.0, current=True)
         snapshot: Snapshot = msgspec.structs.replace(scene.snapshot, scheduler=slurm)
-        writer.add(Frame(at, snapshot, scene.leases, scene.uids))
+        events = [*events, *finder.find(snapshot, scene.leases, at)]
+        yield Frame(at, snapshot, scene.leases, scene.uids, events)
+
+
+def written(path: Path, found: Iterable[Frame]) -> Path:
+    """Write a recording."""
+    writer = RecordingWriter(path)
+    for frame in found:
+        writer.add(frame)
     writer.close()
     return path
+
+
+@pytest.fixture(scope="module")
+def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of ``frames``."""
+    return written(tmp_path_factory.mktemp("recording") / "day.gz", frames())
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, of a gpuboard that did not record events."""
+    without = (msgspec.structs.replace(frame, events=None) for frame in frames())
+    return written(tmp_path_factory.mktemp("recording") / "old.gz", without)
 
 
 @asynccontextmanager
@@ -118,6 +140,55 @@ async def test_it_plays_by_itself(tmp_path: Path, day: Path) -> None:
         await pilot.press("0")
         await lab.settle(pilot, shows(app, "at its end"))
         assert core.history.of("GPU-gpu01-0").utilization
+        assert core.events.events == Recording(day).at(BEGIN + HOURS * 3600).events  # also of frames that were skipped
+
+
+KINDS = {3599: [], 3600: ["unreachable", "expired"], 7200: ["unreachable", "expired", "back", "lost"]}  # by second
+MOMENTS = (7200, 3600, 3599, 7200, 3599, 3600, 7200)  # forward and back, over one event and over all
+
+
+def kinds(core: ReplayCore) -> list[str]:
+    return [event.kind for event in core.events.events]
+
+
+def listed(app: ReplayApp) -> list[list[str]]:
+    """Return time and kind of the events in the list of the overview, the oldest first."""
+    rows = app.screen.query_one(Grid).tsv().splitlines()[:0:-1]
+    return [row.split("\t")[:2] for row in rows]
+
+
+async def test_events_are_the_same_however_a_moment_is_reached(tmp_path: Path, day: Path) -> None:
+    times = {"unreachable": clock(3600), "expired": clock(3600), "back": clock(7200), "lost": clock(7200)}
+    async with replay(tmp_path, day) as (app, core, pilot):
+        await lab.settle(pilot, lambda: lab.shown(app, "No events up to this moment."))
+        for moment in MOMENTS:
+            core.control(lambda player: player.seek(BEGIN + moment))  # noqa: B023  # called at once
+            await lab.settle(pilot, shows(app, clock(moment)))
+            found = KINDS[moment]
+            assert kinds(core) == found
+            beside = lab.screen(app)
+            assert [kind for kind in times if f" {kind} " in beside] == found  # the box and the list agree
+            await pilot.press("v")
+            await lab.settle(pilot, shows(app, " Events"))
+            assert [row[1] for row in listed(app)] == found
+            assert [row[0][-8:] for row in listed(app)] == [times[kind][-8:] for kind in found]
+            await pilot.press("escape")
+            await lab.settle(pilot, lambda: len(app.screen_stack) == 2)
+
+
+async def test_events_of_an_older_recording_have_no_wrong_times(tmp_path: Path, old: Path) -> None:
+    async with replay(tmp_path, old) as (app, core, pilot):
+        await lab.settle(pilot, lambda: lab.shown(app, "This recording has no events; they are found while it plays."))
+        for moment in MOMENTS:
+            core.control(lambda player: player.seek(BEGIN + moment))  # noqa: B023  # called at once
+            await lab.settle(pilot, shows(app, clock(moment)))
+            assert kinds(core) == []
+        core.control(lambda player: player.seek(BEGIN + 3540))
+        await lab.settle(pilot, shows(app, clock(3540)))
+        core.player.speed = 60.0
+        await pilot.press("0")
+        await lab.settle(pilot, lambda: kinds(core) == ["unreachable", "expired"])
+        assert {event.at for event in core.events.events} == {iso(BEGIN + 3600)}
 
 
 async def test_nothing_can_be_changed(tmp_path: Path, day: Path) -> None:
@@ -156,8 +227,7 @@ async def test_a_damaged_part_keeps_what_was_shown(tmp_path: Path, day: Path) ->
 
 
 async def test_leases_have_the_time_that_was_left(tmp_path: Path) -> None:
-    path = tmp_path / "old.gz"
-    writer = RecordingWriter(path)
+    found = []
     for minute in (0, 30):
         at = BEGIN + 60 * minute
         held = msgspec.structs.replace(
@@ -165,8 +235,8 @@ async def test_leases_have_the_time_that_was_left(tmp_path: Path) -> None:
         )
         nodes = [made.node("gpu01", [made.gpu("gpu01", 0), made.gpu("gpu01", 1, "reserved", leases=["k3f9"])])]
         scene = made.scene(*nodes, leases=[held], at=iso(at))
-        writer.add(Frame(at, scene.snapshot, scene.leases, scene.uids))
-    writer.close()
+        found.append(Frame(at, scene.snapshot, scene.leases, scene.uids))
+    path = written(tmp_path / "left.gz", found)
     async with replay(tmp_path, path, (160, 48)) as (app, core, pilot):
         await pilot.press("l")
         await lab.settle(pilot, shows(app, "k3f9", " 1h30m "))

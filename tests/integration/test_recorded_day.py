@@ -138,8 +138,8 @@ def test_a_day_is_replayed_as_it_was(slurm: SlurmCluster, tmp_path: Path) -> Non
     assert "free" not in [gpu.state for node in shown["outage"].snapshot.nodes for gpu in node.gpus]
 
     # its list of events
-    for frame in Recording(day.file).frames():
-        core.events.add(frame.snapshot, frame.leases, frame.at)
+    core.player.seek(core.recording.end)
+    core.scene()
 
     def listed(kind: str) -> list[ClusterEvent]:
         return [event for event in core.events.events if event.kind == kind]

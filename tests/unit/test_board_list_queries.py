@@ -6,10 +6,10 @@ import pytest
 
 from gpuboard.board.filter.events import EVENTS
 from gpuboard.board.filter.processes import PROCESSES
-from gpuboard.board.overview.events import ClusterEvent
 from gpuboard.cluster.snapshot.processes import running
 from gpuboard.model.snapshot import ProcessView
 from gpuboard.model.units import seconds_of
+from gpuboard.recording.events import ClusterEvent
 from tests.board.made import AT, GIB, gpu, node, scene
 
 

@@ -22,6 +22,7 @@ class OverviewFacts(NamedTuple):
     people: Sequence[Person]
     endings: Sequence[UpcomingEnd]
     events: Sequence[ClusterEvent]  # oldest first
+    no_events: str  # shown while there are none
     problem: str  # why events are not kept
     now: float  # epoch seconds
     span: Span  # of the past
@@ -47,6 +48,7 @@ class Gatherer:
             self._people.of(scene, self.order),
             self._upcoming.of(scene, now),
             self._events.events,
+            self._events.empty,
             self._events.problem,
             now,
             span,

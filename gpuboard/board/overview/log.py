@@ -12,6 +12,8 @@ from gpuboard.model.lease import LeaseList
 from gpuboard.model.snapshot import Snapshot
 from gpuboard.recording.events import ClusterEvent
 
+_EMPTY = "No events so far. They are recorded while a board runs."
+
 
 class EventFinder:
     """Compares each snapshot with the one before."""
@@ -29,8 +31,9 @@ class EventFinder:
 class EventLog:
     """The events that a board shows. One thread adds; others may read meanwhile."""
 
-    def __init__(self, env: Mapping[str, str], nodes: Collection[str], *, kept: bool) -> None:
-        """``nodes``: their names; ``kept``: for the next start, too."""
+    def __init__(self, env: Mapping[str, str], nodes: Collection[str], *, kept: bool, empty: str = _EMPTY) -> None:
+        """``nodes``: their names; ``kept``: for the next start, too; ``empty``: shown while there are no events."""
+        self.empty = empty
         self._store = EventStore(paths.state_dir(env) / "events.jsonl", nodes)
         self._kept = kept
         self._finder = EventFinder()
@@ -43,6 +46,11 @@ class EventLog:
     def add(self, snapshot: Snapshot, leases: LeaseList, now: float) -> None:
         """Add what has happened since the snapshot before. ``now``: as for ``EventFinder.find``."""
         self._store.add(self._finder.find(snapshot, leases, now))
+
+    def replace(self, events: Sequence[ClusterEvent]) -> None:
+        """Show these in place of all before; the next snapshot is compared with none."""
+        self._finder = EventFinder()
+        self._store.events = events
 
     @property
     def events(self) -> Sequence[ClusterEvent]:

@@ -18,6 +18,7 @@ from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError, UsageError
 from gpuboard.model.units import format_duration
 from gpuboard.recording.file import Recording
+from gpuboard.recording.frames import Frame
 from gpuboard.recording.player import Player, local_time
 
 if TYPE_CHECKING:
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
 _PACE_S = 1.0  # the time in the label advances at least this often
 _FASTEST_S = 0.1  # between two scenes
 _GAP_S = 120.0  # a longer pause between two frames is reported
+_NONE = "No events up to this moment."
+_NONE_YET = "No events so far. This recording has no events; they are found while it plays."
 
 
 class ReplayCore(Core):
-    """A core whose scenes come from a recording. Reserving, launching and signals are refused."""
+    """A core whose scenes and events come from a recording. Reserving, launching and signals are refused."""
 
     def __init__(self, recording: Recording, settings: Settings, env: Mapping[str, str]) -> None:
         """``env``: preferences and history of the replay are kept in ``<state>/replay``, apart from the board's."""
@@ -40,19 +43,17 @@ class ReplayCore(Core):
         super().__init__(nodes, settings, apart)
         self.operations = _ReadOnly(nodes, settings, apart, self.fleet)
         self.starter = _NoStarter(nodes, apart)
-        self.events = EventLog(apart, self.nodes, kept=False)
+        self.events = EventLog(apart, self.nodes, kept=False, empty=_NONE_YET if first.events is None else _NONE)
         self.recording = recording
         self.player = Player(recording)
         self._lock = threading.Lock()  # player: the UI's thread and the one that makes scenes
+        self._jumps = 0  # of the player, before the newest scene
         self._wake = threading.Event()
 
     def control(self, change: Callable[[Player], object]) -> None:
         """Change the position, the speed or the pause; a new scene follows at once."""
         with self._lock:
-            before = self.player.position
             change(self.player)
-            if self.player.position < before:  # what comes now was before
-                self.events = EventLog(self.env, self.nodes, kept=False)
         self._wake.set()
 
     def connect(self) -> None:
@@ -71,10 +72,21 @@ class ReplayCore(Core):
             frame, at = self.player.frame(), self.player.position
             later = self.player.next_at
             words = label(self.player)
+            jumped, self._jumps = self.player.jumps != self._jumps, self.player.jumps
+        self._take_events(frame, jumped)
         gap = later is not None and later - frame.at > _GAP_S and at - frame.at > _GAP_S / 2
         lines = (f"nothing was recorded for {format_duration(later - frame.at)}",) if gap and later is not None else ()
         found = (*lines, *banners(frame.snapshot, running_s=math.inf))
         return Scene(frame.snapshot, frame.leases, uids=frame.uids, banners=found, label=words)
+
+    def _take_events(self, frame: Frame, jumped: bool) -> None:
+        """Show the events until a frame; find those of a recording without them, from the last jump on."""
+        if frame.events is not None:
+            self.events.replace(frame.events)
+            return
+        if jumped:  # what happened in between has no known time
+            self.events.replace(())
+        self.events.add(frame.snapshot, frame.leases, frame.at)
 
     def close(self) -> None:
         super().close()
@@ -88,7 +100,6 @@ class ReplayCore(Core):
             try:
                 newest = self.scene()
                 self.history.add(newest.snapshot, self.player.position)
-                self.events.add(newest.snapshot, newest.leases, self.player.position)
             except GpuboardError as error:  # what was shown stays; a jump may lead to a part that is not damaged
                 last = newest or self.first
                 changed(Scene(last.snapshot, last.leases, uids=last.uids, banners=(str(error),), label=last.label))

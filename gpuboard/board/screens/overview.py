@@ -16,7 +16,7 @@ from gpuboard.board.overview.facts import Gatherer
 from gpuboard.board.overview.people import ORDERS
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import FilteredScreen
-from gpuboard.board.text.overview import EVENT_ROLES, KIND, NO_EVENTS, event_time, places
+from gpuboard.board.text.overview import EVENT_ROLES, KIND, event_time, places
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.board.widgets.overview import OverviewPanel
@@ -55,7 +55,7 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         yield OverviewPanel(Gatherer(self.board.core.history, self.board.core.events), id="boxes")
         yield self.filter_field()
         yield Lines(id="sums")
-        yield Grid(_COLUMNS, empty=NO_EVENTS, id="events")
+        yield Grid(_COLUMNS, empty=self.board.core.events.empty, id="events")
         yield Footer()
 
     @property
@@ -80,7 +80,7 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         query = self.query_in_force
         found = [event for event, now in self.filter_rows() if query.matches(event, now)][::-1]
         self._show_sums(len(found), bool(query), every.problem)
-        self.grid.set_empty("No event matches the filter.\nEscape clears it." if query else NO_EVENTS)
+        self.grid.set_empty("No event matches the filter.\nEscape clears it." if query else every.empty)
         self.grid.set_rows(LazyRows(found, lambda event: str(id(event)), self._row))
 
     def _show_sums(self, found: int, filtered: bool, problem: str) -> None:

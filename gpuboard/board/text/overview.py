@@ -51,7 +51,6 @@ EVENT_ROLES = {
     "lost": "bad", "broken": "bad", "error": "bad", "xid": "bad", "sick": "warn", "rogue": "bad",
     "unreachable": "bad", "stale": "warn", "back": "good", "recovered": "good",
 }  # fmt: skip
-NO_EVENTS = "No events so far. They are recorded while a board runs."
 
 
 def overview(facts: OverviewFacts, cells: int, lines: int, glyphs: Glyphs, names: Sequence[str] = BOXES) -> list[Runs]:
@@ -249,7 +248,7 @@ def event_lines(facts: OverviewFacts, cells: int, most: int) -> list[Runs]:
     """Return the newest events, the newest first."""
     lines: list[Runs] = [[(line, "warn")] for line in (wrapped(facts.problem, cells, most=2) if facts.problem else ())]
     if not facts.events:
-        return [*lines, *([(line, "dim")] for line in wrapped(NO_EVENTS, cells))]
+        return [*lines, *([(line, "dim")] for line in wrapped(facts.no_events, cells))]
     shown = facts.events[-most:] if most > 0 else ()
     where = min(max(map(width, map(places, shown)), default=0), max(10, cells // 4))
     kind = max([len(event.kind) for event in shown], default=0) if cells < _ROOMY else KIND
