@@ -57,7 +57,7 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"([0-9]{1,18}(?:[.][0-9]{1,18})?)\s*([a-zA-Z]{1,3})", text.strip(), re.ASCII)
     size = float(match[1]) * _BYTES.get(match[2].lower(), math.inf) if match else math.inf
-    if size > _SIZE_MAX:
+    if not size <= _SIZE_MAX:  # 0 of an unknown unit is not a number
         raise ValueError(f"{quoted(text)} is not a size; write 40GiB, 512MiB or 40GB")
     return int(size)
 

@@ -32,7 +32,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1 PiB", "forty", "1G1G", "40"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1 PiB", "forty", "1G1G", "40", "0A"])
 def test_not_a_size(text: str) -> None:
     with pytest.raises(ValueError, match="size"):
         parse_size(text)
