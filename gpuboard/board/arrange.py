@@ -277,6 +277,7 @@ def as_gpu(gpu: GpuView, device: MigView) -> GpuView:
         reason=device.reason,
         memory_used=device.memory_used,
         memory_total=device.memory_total,
+        memory_reserved=None,
         leases=device.leases,
         jobs=device.jobs,
         processes=device.processes,

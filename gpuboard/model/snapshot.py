@@ -116,6 +116,18 @@ def mig_number(gpu: GpuView, uuid: str) -> int | None:
     return next((number for number, device in enumerate(gpu.mig) if device.uuid == uuid), None)
 
 
+def usable_memory(part: GpuView | MigView) -> int | None:
+    """Return the bytes that programs can use: all but what the driver reserves; None: unknown."""
+    reserved = (part.memory_reserved or 0) if isinstance(part, GpuView) else 0
+    return None if part.memory_total is None else part.memory_total - reserved
+
+
+def free_memory(part: GpuView | MigView) -> int | None:
+    """Return the bytes that programs can still use; None: unknown."""
+    usable = usable_memory(part)
+    return None if usable is None or part.memory_used is None else usable - part.memory_used
+
+
 GpuValues = GpuView | GpuReading | GpuNumbers  # what has the numbers of a GPU, by the same names
 
 

@@ -197,6 +197,16 @@ def test_free_memory_is_what_is_not_used() -> None:
     assert refused(Request(n=3, gpu_mem=40 * GIB), one).code == 4
 
 
+def test_memory_that_the_driver_reserves_is_not_free() -> None:
+    gpus = [gpu(index, memory_reserved=reserved) for index, reserved in enumerate((GIB // 2, 8 * GIB))]
+    one = NodeView(name="gpu01", state="up", gpus=gpus)
+    assert got(Request(n=1, gpu_mem=76 * GIB), one) == {"gpu01": [0]}
+    assert refused(Request(n=2, gpu_mem=76 * GIB), one).nearest == "--n 1 or --gpu-mem 72GiB"
+    answer = refused(Request(n=1, gpu_mem=80 * GIB), one)
+    assert [each.reason for each in answer.gpus] == [f"has {size} GiB usable, 80 GiB requested" for size in (79.5, 72)]
+    assert (answer.code, answer.nearest) == (3, "--gpu-mem 79GiB")
+
+
 def test_several_nodes_are_no_remedy_where_only_one_can_be_used() -> None:
     nodes = node("gpu01", "fff"), node("gpu02", "ff")
     assert refused(Request(n=4, max_nodes=1), *nodes).nearest == "--max-nodes 2 or --n 3"

@@ -26,7 +26,7 @@ from gpuboard.board.filter.matchers import (
 )
 from gpuboard.board.scene import Scene
 from gpuboard.model.gpu import short_model
-from gpuboard.model.snapshot import GpuView, JobView, NodeView
+from gpuboard.model.snapshot import GpuView, JobView, NodeView, free_memory
 from gpuboard.model.state import STATES
 from gpuboard.model.units import parse_duration
 
@@ -130,12 +130,6 @@ def _jobs(gpu: GpuView) -> list[str | None]:
     return [*(job.id for job in _held_by(gpu)), *(process.job for process in gpu.processes or ())]
 
 
-def _free(gpu: GpuView) -> float | None:
-    if gpu.memory_total is None or gpu.memory_used is None:
-        return None
-    return gpu.memory_total - gpu.memory_used - (gpu.memory_reserved or 0)
-
-
 def _memory(value: Callable[[GpuView], float | None], name: str, what: str) -> GpuKey:
     total_of = _number_of(lambda node, gpu: gpu.memory_total)
     return Key(what, 1, size(_number_of(lambda node, gpu: value(gpu)), total_of, name), sign=">")
@@ -170,7 +164,7 @@ KEYS: Mapping[str, GpuKey] = {
     "model": Key("a part of the name, model:H100, model:1g.10gb", 3, text(_of_gpu(_models)),
                  offers=_of_gpu(lambda gpu, scene: (short_model(gpu.name), *(mig.profile for mig in gpu.mig)))),
     "mem": _memory(lambda gpu: gpu.memory_used, "mem", "the memory in use, mem>40GiB or mem>50%"),
-    "free": _memory(_free, "free", "the memory free, free>40GiB"),
+    "free": _memory(free_memory, "free", "the memory free, free>40GiB"),
     "total": _memory(lambda gpu: gpu.memory_total, "total", "the total memory, total>40GiB"),
     "util": _quantity("a percentage", lambda node, gpu: gpu.utilization, percent, "util<10", "<"),
     "sm": _quantity("SMs at work in percent", lambda node, gpu: sensor(gpu, "sm_activity"), percent, "sm<10", "<"),

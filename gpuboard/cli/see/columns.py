@@ -14,7 +14,7 @@ from gpuboard.cli.table import Cell, Column, Step
 from gpuboard.errors import UsageError
 from gpuboard.model.gpu import GpuState, short_model
 from gpuboard.model.request import slot
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, mig_number, shown_flags
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, free_memory, mig_number, shown_flags
 from gpuboard.model.text import clean, quoted
 from gpuboard.model.units import format_duration
 
@@ -52,9 +52,7 @@ class DeviceRow(NamedTuple):
     @property
     def free(self) -> int | None:
         """Bytes neither used nor reserved by the driver."""
-        used, total = self.memory
-        reserved = self.gpu.memory_reserved or 0 if self.mig is None else 0
-        return None if used is None or total is None else total - used - reserved
+        return free_memory(self.mig or self.gpu)
 
 
 class StatusColumn(NamedTuple):

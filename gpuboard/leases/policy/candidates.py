@@ -12,7 +12,7 @@ import msgspec
 from gpuboard.errors import UsageError
 from gpuboard.model.gpu import short_model
 from gpuboard.model.request import ChosenGpu, Pick, Request, Topology, slot
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, Snapshot, free_memory, usable_memory
 from gpuboard.model.text import quoted
 from gpuboard.model.units import format_size
 
@@ -28,7 +28,6 @@ class Candidate(msgspec.Struct, frozen=True):
     uuid: str
     gpu: GpuView
     state: str
-    free_memory: int | None  # bytes
     reason: str | None  # why it is not available for the request; None: it is
     never: bool = False  # it does not match the request, even when it is free
     mig: int | None = None  # the number of the MIG device; None: the whole GPU
@@ -140,31 +139,27 @@ def _deduplicated(whole: list[tuple[NodeView, GpuView, Candidate]]) -> list[tupl
 
 
 def _evaluate_gpu(request: Request, node: NodeView, gpu: GpuView, own: Collection[str]) -> Candidate:
-    total = None if gpu.memory_total is None or gpu.memory_used is None else gpu.memory_total - gpu.memory_used
     never = _never(request, node, gpu)
     if never is None and request.model is not None and not matches(gpu.name, request.model):
         never = f"is a {gpu.name}, not {request.model}"
     if never is None and "mig" in gpu.flags:
         devices = sorted({mig.profile for mig in gpu.mig})
         never = f"in MIG mode: use --n 1 --model {devices[0]}" if devices else "in MIG mode, without devices"
-    now = never or _not_now(request, gpu, gpu, own, total)
-    return Candidate(
-        node.name, gpu.index, gpu.uuid, gpu, gpu.state, total, now or _unreservable(node), never is not None
-    )
+    now = never or _not_now(request, gpu, gpu, own)
+    return Candidate(node.name, gpu.index, gpu.uuid, gpu, gpu.state, now or _unreservable(node), never is not None)
 
 
 def _evaluate_mig(
     request: Request, node: NodeView, gpu: GpuView, number: int, own: Collection[str], *, fits: bool
 ) -> Candidate:
     mig = gpu.mig[number]
-    total = None if mig.memory_total is None or mig.memory_used is None else mig.memory_total - mig.memory_used
     never = _never(request, node, gpu, number)
     fits = fits or bool(request.picks) or bool(request.model and _is_profile(request.model, mig.profile))
     if never is None and not fits:
         never = f"MIG device {mig.profile}: use --model {mig.profile}"
-    now = never or _not_now(request, mig, gpu, own, total)
+    now = never or _not_now(request, mig, gpu, own)
     return Candidate(
-        node.name, gpu.index, mig.uuid, gpu, mig.state, total, now or _unreservable(node), never is not None, number
+        node.name, gpu.index, mig.uuid, gpu, mig.state, now or _unreservable(node), never is not None, number
     )
 
 
@@ -177,14 +172,13 @@ def _never(request: Request, node: NodeView, gpu: GpuView, mig: int | None = Non
         return "excluded"
     if request.within is not None and part.uuid not in request.within:
         return "not in the lease"
-    if request.gpu_mem is not None and part.memory_total is not None and part.memory_total < request.gpu_mem:
-        return f"has {format_size(part.memory_total)} in total, {format_size(request.gpu_mem)} requested"
+    usable = usable_memory(part)
+    if request.gpu_mem is not None and usable is not None and usable < request.gpu_mem:
+        return f"has {_at_least(usable)} usable, {format_size(request.gpu_mem)} requested"
     return None
 
 
-def _not_now(
-    request: Request, part: GpuView | MigView, gpu: GpuView, own: Collection[str], free_memory: int | None
-) -> str | None:
+def _not_now(request: Request, part: GpuView | MigView, gpu: GpuView, own: Collection[str]) -> str | None:
     """Return why ``part``, all of ``gpu`` or one of its MIG devices, is not available now; None if it is."""
     inside = request.within is not None
     held = inside and part.state == "reserved" and bool(part.leases) and set(part.leases) <= set(own)
@@ -194,9 +188,15 @@ def _not_now(
         return "conflicting claims"
     if "sick" in gpu.flags and not (request.allow_sick or request.picks or inside):
         return f"{sick_reason(gpu)} (allowed with --allow-sick)"
-    if request.gpu_mem is not None and (free_memory is None or free_memory < request.gpu_mem):
-        return f"{format_size(free_memory)} free, {format_size(request.gpu_mem)} requested"
+    free = free_memory(part)
+    if request.gpu_mem is not None and (free is None or free < request.gpu_mem):
+        return f"{_at_least(free)} free, {format_size(request.gpu_mem)} requested"
     return None
+
+
+def _at_least(size: int | None) -> str:
+    """Return a size rounded down, as it is compared with a request that is larger."""
+    return "?" if size is None else f"{size * 10 // 2**30 / 10:g} GiB"
 
 
 def _unreservable(node: NodeView) -> str | None:

@@ -204,7 +204,7 @@ def rank_order(snapshot: Snapshot, n: int | None = None) -> tuple[ChosenGpu, ...
         for gpu in sorted(node.gpus, key=lambda gpu: gpu.index):
             parts = [(mig.uuid, number) for number, mig in enumerate(gpu.mig)]
             own += [
-                Candidate(node.name, gpu.index, uuid, gpu, gpu.state, None, None, mig=number)
+                Candidate(node.name, gpu.index, uuid, gpu, gpu.state, None, mig=number)
                 for uuid, number in (parts if "mig" in gpu.flags else [(gpu.uuid, None)])
             ]
     wanted = min(n or len(own), len(own))

@@ -9,7 +9,7 @@ import msgspec
 
 from gpuboard.leases.policy.candidates import Candidate, by_node, evaluate, is_current, nodes_needed
 from gpuboard.model.request import Choice, Pick, Refusal, RefusalCode, RefusedGpu, Request, slot
-from gpuboard.model.snapshot import NodeView, Snapshot
+from gpuboard.model.snapshot import NodeView, Snapshot, free_memory
 from gpuboard.model.units import format_size, ranges
 
 Choose = Callable[[Request, Snapshot], Choice | Refusal]
@@ -186,10 +186,9 @@ def _memory_that_fits(request: Request, snapshot: Snapshot) -> str | None:
     """Return the largest ``--gpu-mem``, in whole GiB, that would let the request succeed now; None if none does."""
     unlimited = msgspec.structs.replace(request, gpu_mem=None)
     sizes = sorted(
-        {(gpu.memory_total - gpu.memory_used) // 2**30 for node in snapshot.nodes for gpu in node.gpus
-         if gpu.memory_total is not None and gpu.memory_used is not None},
+        {free // 2**30 for node in snapshot.nodes for gpu in node.gpus if (free := free_memory(gpu)) is not None},
         reverse=True,
-    )  # fmt: skip
+    )
     for size in sizes:
         if 0 < size * 2**30 < (request.gpu_mem or 0) and _fits(
             msgspec.structs.replace(unlimited, gpu_mem=size * 2**30), snapshot
