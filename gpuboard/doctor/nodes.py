@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -141,9 +142,9 @@ def _nvml(seen: NodeSeen) -> list[Check]:
         return [Check("NVML", name, "fail", words, "", remedy or "see `nvidia-smi` and dmesg on that node")]
     if not view.gpus:
         return [Check("NVML", name, "warn", "no GPU found", "", "take the node out of `nodes` if it has none")]
-    models = sorted({clean(gpu.name, 64) for gpu in view.gpus})
+    models = sorted(Counter(clean(gpu.name, 64) for gpu in view.gpus).items())
     cuda = f", CUDA {view.cuda}" if view.cuda else ""
-    words = f"{len(view.gpus)} x {' + '.join(models)}, driver {view.driver or '?'}{cuda}"
+    words = " + ".join(f"{count} x {model}" for model, count in models) + f", driver {view.driver or '?'}{cuda}"
     if view.source == "nvidia-smi":
         cause, remedy = "NVML cannot be loaded there: readings are slower", "install libnvidia-ml.so.1 there"
         checks = [Check("NVML", name, "warn", f"{words}, through nvidia-smi", cause, remedy)]

@@ -53,6 +53,12 @@ def test_a_healthy_node_has_one_line_per_check() -> None:
     ]
 
 
+def test_gpus_are_counted_by_model() -> None:
+    unread = [msgspec.structs.replace(GPU, uuid=f"unread-{k}", name="GPU that cannot be read") for k in range(2)]
+    [nvml] = [check for check in node_checks([seen("gpu01", GPU, *unread)]) if check.name == "NVML"]
+    assert nvml.evidence == "2 x GPU that cannot be read + 1 x NVIDIA H100, driver 580.1, CUDA 13.0"
+
+
 def test_connections_that_fail_have_their_remedy_and_no_further_check() -> None:
     refused = TransportError("auth", "ssh: gpu01 was refused: no key was accepted", "check `ssh gpu01`")
     exited = TransportError("exited", "the agent ended with exit code 3", "")
