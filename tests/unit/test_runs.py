@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ from gpuboard.launch.runs.control import ControlRequest, ControlServer, ask
 from gpuboard.launch.runs.folder import HeadProcess, RankView, RunFolder, RunState, RunView, find_run, read_runs
 from gpuboard.launch.runs.index import Runbook
 from tests.calls import calls_of
+from tests.integration.here import Here
 
 
 @pytest.fixture
@@ -251,6 +253,21 @@ def test_a_detached_run_whose_folder_on_its_node_is_gone_has_ended(
     assert [run.state for run in read_runs(env)] == ["failed"], "it is not asked for again"
     run_folder.prune(env, -1.0, 0)
     assert read_runs(env) == []
+
+
+def test_a_node_that_gives_no_answer_is_named_once_and_in_json(here: Here) -> None:
+    here.ssh_config("Host gone01\n  HostName 127.0.0.1\n  Port 1\n")
+    here.config('nodes = ["gone01"]\n')
+    run_folder.note(here.env, msgspec.structs.replace(view("rabc", HeadProcess("gone01", "b", 1, 1)), node="gone01"))
+    for words, code in ((["runs", "--json"], 0), (["runs", "--json", "--all-nodes"], 6)):
+        done = here.run(*words)
+        found = json.loads(done.stdout)
+        assert (done.returncode, [run["id"] for run in found["runs"]], [*found["failed"]]) == (
+            code,
+            ["rabc"],
+            ["gone01"],
+        )
+        assert done.stderr == f"gpuboard: gone01: runs there are not listed: {found['failed']['gone01']}\n"
 
 
 def test_ids_differ() -> None:

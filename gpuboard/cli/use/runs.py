@@ -47,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, context: Context) -> int:
     """Print the runs, newest last."""
     asked = args.all_nodes or args.node is not None
-    found, unread = ([], {}) if args.node is not None else listed_runs(context)
-    _report_failed(unread)
-    failed: dict[str, str] = {}
+    found, failed = ([], {}) if args.node is not None else listed_runs(context)
     code = 0
     if asked:
         from gpuboard.launch.runs.remote import once, runs_on  # late: most lists are of this host
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         there, failed = runs_on(nodes, context.settings, context.new_scheduler())
         found = once([*found, *there])
         code = NoNodeReached.exit_code if len(failed) == len(nodes) else 0
-        _report_failed(failed)
+    _report_failed(failed)
     if args.json:
         write_json(RunList(1, found, failed))
         return code
