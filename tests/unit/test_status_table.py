@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -296,11 +297,13 @@ def test_next_due_skips_missed_updates() -> None:
     assert next_due(10.0, 2.0, 31.0) == 32.0
 
 
+@pytest.mark.parametrize("columns", [26, 80])
 @pytest.mark.parametrize("lines", [6, 8, 24])
-def test_a_frame_of_watch_fits_a_low_terminal(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_of_watch_fits_a_small_terminal(lines: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINES", str(lines))
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(columns))
     shown = [*map(str, range(40)), "", *"abcdef"]
     frame = status._frame(shown, Context([]), 1.0).split("\r\n")
     assert len(frame) == lines - 1
     assert "more rows" in frame[1 if lines < 9 else lines - 9]
+    assert all(width_of(re.sub(r"\x1b\[[?\d;]*\w", "", line)) <= columns for line in frame)

@@ -311,17 +311,15 @@ def next_due(due: float, interval_s: float, now: float) -> float:
 
 def _frame(shown: Sequence[str], context: Context, interval_s: float) -> str:
     """Return one frame, drawn over the last one without clearing the screen, which would flicker."""
-    height = shutil.get_terminal_size().lines
+    width, height = context.width or 80, shutil.get_terminal_size().lines
     totals = max(number for number, line in enumerate(shown) if not line)  # they follow the last blank line
     lines, tail = list(shown[:totals]), shown[totals:][: max(1, height - 3)]
     room = max(1, height - 2 - len(tail))
     if len(lines) > room:
-        lines = [
-            *lines[: room - 1],
-            f"… {len(lines) - room + 1} more rows; enlarge the terminal, or pass --nodes or --filter",
-        ]
+        more = f"… {len(lines) - room + 1} more rows; enlarge the terminal, or pass --nodes or --filter"
+        lines = [*lines[: room - 1], elide(more, width)]
     stamp = time.strftime("%H:%M:%S")
-    head = elide(f"{stamp}  every {interval_s:g} s, ctrl-C ends", context.width or 80)
+    head = elide(f"{stamp}  every {interval_s:g} s, ctrl-C ends", width)
     body = "".join(f"{line}\x1b[K\r\n" for line in [head, *lines, *tail[:-1]])
     # mode 2026, "synchronized output": terminals that support it update the screen at once
     return f"\x1b[?2026h\x1b[H{body}{tail[-1]}\x1b[K\x1b[J\x1b[?2026l"
