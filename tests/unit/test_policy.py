@@ -273,6 +273,15 @@ def test_a_node_without_a_named_gpu_has_no_part_in_its_refusal() -> None:
     assert answer.message.startswith("no GPU gpu01:9; not read: gpu02 (ssh: connection refused)")
 
 
+def test_a_named_gpu_of_a_node_without_a_reading_may_exist() -> None:
+    gone = [NodeView(name=f"gone{n}", state="unreachable", error="no answer") for n in range(9)]
+    answer = refused(Request(picks=parse_picks("gone8:0")), node("gpu01", "b"), *gone)
+    assert (answer.code, answer.message) == (
+        4,
+        "not read: gone8 (no answer), gone0 (no answer), gone1 (no answer), gone2 (no answer) and 5 more; try --wait",
+    )
+
+
 def test_named_gpus_with_the_same_reason_are_refused_in_one_phrase() -> None:
     nodes = [node("gpu01", "rrrb"), node("gpu02", "frbr")]
     answer = refused(Request(picks=parse_picks("gpu01:0-3@gpu02:1-3")), *nodes)

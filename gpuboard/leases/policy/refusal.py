@@ -43,12 +43,14 @@ def refuse_picks(
     ``choose``: the policy, which finds alternatives.
     """
     never = bool(missing) or any(c.never for c in named)  # as far as nodes were read
-    names = {c.node for c in named}
-    nodes = [node for node in snapshot.nodes if never or node.name in names]
+    names = {pick.node for pick in request.picks} | {c.node for c in named}
+    nodes = sorted(snapshot.nodes, key=lambda node: node.name not in names)  # the named ones are in the message
+    nodes = [node for node in nodes if never or node.name in names]
     unread = _unread(nodes)
     code: RefusalCode = 3 if never and not unread else 4
     why = _unavailable(named)
-    why += [f"no GPU {_name(pick)}" for pick in missing]
+    read = {node.name for node in nodes if is_current(node)}
+    why += [f"no GPU {_name(pick)}" for pick in missing if pick.node is None or pick.node in read]
     why += unread
     options = [_alternative(request, snapshot, named, choose), "--wait" if code == 4 and _may_change(nodes) else ""]
     nearest = " or ".join(option for option in options if option)
