@@ -173,6 +173,12 @@ def test_never_possible_only_when_every_node_was_read() -> None:
     assert refused(Request(n=9), node("gpu01", claims_error="NFS"), node("gpu02", "b")).nearest == "--wait"
 
 
+def test_never_possible_names_the_most_on_one_node_where_there_are_several() -> None:
+    message = refused(Request(n=6, max_nodes=1), node("gpu01", "ffff"), node("gpu02", "fff")).message
+    assert "never possible here: matching GPUs in total: 7, at most 4 on one node; try --max-nodes 2" in message
+    assert "matching GPUs in total: 7; try" in refused(Request(n=8), node("gpu01", "fffffff")).message
+
+
 def test_models_match_by_part_or_glob_without_case() -> None:
     nodes = [node("gpu01", gpus=[gpu(0, name="NVIDIA A100-SXM4-40GB")]), node("gpu02", "f")]
     assert got(Request(n=1, model="a100"), *nodes) == {"gpu01": [0]}
@@ -333,7 +339,13 @@ def test_one_mig_device_per_request_and_never_its_gpu() -> None:
         "MIG device 1g.10gb: use --model 1g.10gb",
         "MIG device 3g.40gb: use --model 3g.40gb",
     ]
-    assert refused(Request(n=2, model="3g.40gb"), one).code == 3
+    answer = refused(Request(n=2, model="3g.40gb"), one)
+    assert (answer.code, answer.message) == (
+        3,
+        "requested 2 GPUs of model 3g.40gb; a process can use only one MIG device; try --n 1",
+    )
+    assert "MIG" not in refused(Request(n=2, model="3g.80gb"), one).message
+    assert "MIG" not in refused(Request(n=9, model="H100"), one).message
 
 
 def test_one_gpu_is_a_mig_device_where_no_whole_gpu_matches() -> None:

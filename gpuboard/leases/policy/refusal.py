@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -27,9 +27,11 @@ def refuse(request: Request, snapshot: Snapshot, candidates: Sequence[Candidate]
     ever = [len(gpus) for gpus in by_node([c for c in candidates if not c.never]).values()]
     code: RefusalCode = 3 if not unread and nodes_needed(request, ever) is None else 4
     nearest = _nearest(request, snapshot, candidates, code)
-    message = f"requested {described(request)}; {_free(candidates)}"
-    if code == 3:
-        message += f"; never possible here: matching GPUs in total: {sum(ever)}"
+    message = f"requested {described(request)}; "
+    if _one_mig_device(request, snapshot, candidates):
+        message += "a process can use only one MIG device"
+    else:
+        message += _free(candidates) + (f"; {never_possible(ever)}" if code == 3 else "")
     if unread:
         message += f"; {'; '.join(unread)}"
     return Refusal(code, message + (f"; try {nearest}" if nearest else ""), _reasons(candidates), nearest)
@@ -119,6 +121,24 @@ def described(request: Request) -> str:
     return text
 
 
+def never_possible(counts: Collection[int]) -> str:
+    """Return why a request for a number of GPUs cannot be met by nodes with ``counts`` matching GPUs."""
+    text = f"never possible here: matching GPUs in total: {sum(counts)}"
+    return text + (f", at most {max(counts)} on one node" if len(counts) > 1 else "")
+
+
+def _one_mig_device(request: Request, snapshot: Snapshot, candidates: Sequence[Candidate]) -> bool:
+    """Return whether only MIG devices match a request for several GPUs."""
+    return all(c.never for c in candidates) and any(
+        c.mig is not None and not c.never for c in evaluate(_single(request), snapshot, ())
+    )
+
+
+def _single(request: Request) -> Request:
+    """Return the request for one GPU in place of several."""
+    return msgspec.structs.replace(request, n=1, per_node=None)
+
+
 def _free(candidates: Sequence[Candidate]) -> str:
     """Return the free GPUs by node and, by state, the number of others: ``gpu01 has 3 free (5 busy)``."""
     able = [c for c in candidates if not c.never]
@@ -160,6 +180,8 @@ def _nearest(request: Request, snapshot: Snapshot, candidates: Sequence[Candidat
         if nodes_needed(msgspec.structs.replace(request, n=n), free):
             options.append(f"--n {n}")
             break
+    if _one_mig_device(request, snapshot, candidates) and _fits(_single(request), snapshot):
+        options.append("--n 1")
     if not request.allow_sick and _fits(msgspec.structs.replace(request, allow_sick=True), snapshot):
         options.append("--allow-sick")
     if request.gpu_mem is not None and (size := _memory_that_fits(request, snapshot)):

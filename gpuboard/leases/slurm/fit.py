@@ -13,7 +13,7 @@ import msgspec
 
 from gpuboard.errors import UsageError
 from gpuboard.leases.policy.candidates import check, matches, nodes_needed
-from gpuboard.leases.policy.refusal import described
+from gpuboard.leases.policy.refusal import described, never_possible
 from gpuboard.model.request import Refusal, RefusedGpu, Request
 from gpuboard.model.schedule import Gres, Schedule, SchedulerNode
 from gpuboard.model.text import clean
@@ -202,9 +202,7 @@ def _why(request: Request, shape: Shape, free: Mapping[str, int], fits_now: bool
 def _refuse_too_many(
     request: Request, scope: Sequence[SchedulerNode], excluded: set[str], total: Mapping[str, int]
 ) -> Refusal:
-    why = f"never possible here: matching GPUs in total: {sum(total.values())}"
-    if len(total) > 1:
-        why += f", at most {max(total.values())} on one node"
+    why = never_possible(total.values())
     options = []
     without_limit = msgspec.structs.replace(request, max_nodes=None)
     needed = nodes_needed(without_limit, total.values())
