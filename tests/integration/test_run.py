@@ -46,6 +46,11 @@ def test_command_sees_its_gpus_and_run_exits_with_its_code(here: Here, tmp_path:
     assert (outcome["exit_code"], outcome["started"], [gpu["index"] for gpu in outcome["gpus"]]) == (7, True, [0, 1])
 
 
+def test_gpus_may_be_repeated_as_for_allocate(here: Here) -> None:
+    done = here.run("run", "--gpus", "1", "--gpus", "0", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
+    assert (done.returncode, sorted(done.stdout.strip().split(","))) == (0, ["0", "1"]), done.stderr
+
+
 def test_exit_codes_of_signals_missing_commands_and_refusals(here: Here, tmp_path: Path) -> None:
     done = here.run("run", "--n", "1", "--", "no\x1b[2J\u202e\ncommand")
     assert (done.returncode, done.stderr) == (127, "gpuboard: no?[2J??command: No such file or directory\n")

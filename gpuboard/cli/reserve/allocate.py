@@ -66,16 +66,16 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select GPUs on any number of nodes."""
     which = parser.add_argument_group("which GPUs")
     which.add_argument("--n", type=natural, metavar="N", help="number of GPUs in total")
-    which.add_argument(
-        "--gpus",
-        action=_AddPicks,
-        type=typed(picks.parse_picks),
-        metavar="GPUS",
-        help="exactly these, instead of --n: gpu01:0,3@gpu02:1, UUIDs, or a MIG device: gpu01:2:1; may be repeated",
-    )
+    add_gpus(which, "exactly these, instead of --n: gpu01:0,3@gpu02:1, UUIDs, or a MIG device: gpu01:2:1")
     which.add_argument("--per-node", type=natural, metavar="K", help="exactly K GPUs on each node")
     which.add_argument("--max-nodes", type=natural, metavar="M", help="at most M nodes; default: as few as possible")
     add_filters(which)
+
+
+def add_gpus(group: argparse._ArgumentGroup, text: str) -> None:
+    """Add the argument that names GPUs; ``text``: its help."""
+    group.add_argument("--gpus", action=_AddPicks, type=typed(picks.parse_picks), metavar="GPUS",
+                       help=f"{text}; may be repeated")  # fmt: skip
 
 
 def add_filters(group: argparse._ArgumentGroup) -> None:

@@ -10,12 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpuboard.cli.context import Context
-from gpuboard.cli.options import natural, typed
-from gpuboard.cli.reserve.allocate import add_filters, add_slurm, add_terms, job_options, progress
+from gpuboard.cli.options import natural
+from gpuboard.cli.reserve.allocate import add_filters, add_gpus, add_slurm, add_terms, job_options, progress
 from gpuboard.cli.status_file import OPTION, outcome_of, recorded
 from gpuboard.cli.stderr import report
 from gpuboard.errors import UsageError
-from gpuboard.leases.picks import parse_picks
 from gpuboard.model.text import clean
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s (--n N | --gpus GPUS) [options] -- CMD …"
     which = parser.add_argument_group("which GPUs, all on one node")
     which.add_argument("--n", type=natural, metavar="N", help="number of GPUs")
-    which.add_argument("--gpus", type=typed(parse_picks), metavar="GPUS", help="instead of --n: gpu01:0,3 or UUIDs")
+    add_gpus(which, "instead of --n: gpu01:0,3 or UUIDs")
     add_filters(which)
     held = parser.add_argument_group("the lease")
     add_terms(held)
@@ -72,14 +71,14 @@ def _run(args: argparse.Namespace, context: Context, outcome: dict[str, Any]) ->
     cwd = context.folder()
     request = Request(
         n=args.n,
-        picks=args.gpus or (),
+        picks=tuple(args.gpus or ()),
         max_nodes=None if args.gpus else 1,
         one_node=True,
         model=args.model,
         gpu_mem=args.gpu_mem,
         topology=args.topology,
         allow_sick=args.allow_sick,
-        exclude=args.exclude,
+        exclude=tuple(args.exclude),
     )
     terms = terms_of(args.for_s, identify(os.getpid()), args.purpose or clean(argv[0], 100), context.settings)
     scope = context.scope()
