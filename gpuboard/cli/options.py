@@ -72,15 +72,17 @@ class Parser(argparse.ArgumentParser):
         """Return the arguments. Raises UsageError, also for an empty value (usually an unset shell variable)."""
         rest = {action.dest for action in self._actions if action.nargs == argparse.REMAINDER}
         at = self._leading(words)[1] if rest else len(words)
-        given = (word for word in words[:at] if word.startswith("--") and word != "--")
-        self._misspelt = next((w for w in given if w.partition("=")[0] not in self._option_string_actions), "")
+        options = (word for word in words[:at] if word.startswith("--") and word != "--")
+        self._misspelt = next((w for w in options if w.partition("=")[0] not in self._option_string_actions), "")
         found = self.parse_args(self._joined(words[:at]))
         for dest in rest:  # argparse would lose words at `--`, and read `train.py` after `--wait` as the duration
             if taken := getattr(found, dest):  # a word that starts with a dash and is not an option: -, -1, "-a b"
                 self.error(f"unrecognized arguments: {taken[0]}")
             setattr(found, dest, list(words[at:]))
         for action in self._actions:
-            if getattr(found, action.dest, None) == "" and action.default != "":
+            value = getattr(found, action.dest, None)
+            given = value if isinstance(value, list) and action.dest not in rest else [value]
+            if "" in given and action.default != "":
                 name = "/".join(action.option_strings) or action.metavar
                 self.error(f"{name}: {_EMPTY}")
         return found

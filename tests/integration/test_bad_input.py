@@ -63,7 +63,7 @@ MAP: dict[str, Any] = {
         ("status", "gpu09", "no node 'gpu09' among the configured nodes: gpu01, gpu02"),
         ("leases", "gpu[01", "gpu[01"),
         ("allocate --n 1", "gpu[2-1]", "gpu[2-1]"),
-        ("release k3f9", "", "an empty nodeset names no node"),
+        ("release k3f9", " ", "an empty nodeset names no node"),
         ("status", "gpu01;reboot", "';', which no node's name can have"),
         ("allocate --n 1", "$(reboot)", "which no node's name can have"),
         ("leases", "-oProxyCommand=reboot", "'=', which no node's name can have"),

@@ -126,6 +126,10 @@ def test_version() -> None:
         (("status", "--config", ""), "--config: empty value; is a shell variable unset?"),
         (("launch", "--rank-map", "", "train.py"), "--rank-map: empty value"),
         (("launch", "--lease", "", "train.py"), "--lease: empty value"),
+        (("release", ""), "ID: empty value; is a shell variable unset?"),
+        (("release", "k3f9", ""), "ID: empty value"),
+        (("status", "--nodes", "gpu01", "--nodes="), "--nodes: empty value"),
+        (("launch", "--n", "1", "--env", "", "train.py"), "--env: empty value"),
         (("run", "--n", "1", "--", ""), "no command given; write it after --"),
     ],
 )
