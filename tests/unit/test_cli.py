@@ -346,6 +346,13 @@ def test_config_shows_each_origin(tmp_path: Path) -> None:
     assert '"python": {"value": "python3", "origin": "default"}' in out
 
 
+def test_config_names_the_files_that_were_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.touch()
+    last = gpuboard("config", env={"GPUBOARD_CONFIG": str(file)})[1].splitlines()[-1]
+    assert last == f"config files: /etc/gpuboard/config.toml, {file}"
+
+
 class _Terminal(Context):
     stderr_is_tty = True
 

@@ -11,6 +11,7 @@ import msgspec
 from gpuboard import paths
 from gpuboard.cli.context import Context
 from gpuboard.cli.stderr import report
+from gpuboard.cluster.inventory.first_run import config_of
 from gpuboard.cluster.inventory.nodes import folded
 from gpuboard.config import Settings, flat
 from gpuboard.errors import GpuboardError
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         report(problem)
     if names:
         print(f"\nnodes: {folded(names)} ({len(names)})")
-    print(f"\nconfig files: {paths.SITE_CONFIG}, {context.config_file or paths.user_config(context.env)}")
+    print(f"\nconfig files: {paths.SITE_CONFIG}, {context.config_file or config_of(context.env)}")
     return 0
 
 
