@@ -93,6 +93,7 @@ class Renewed(msgspec.Struct, frozen=True):
 
     nodes: list[str]
     failed: dict[str, str]
+    for_s: float = 0.0  # until its new end, which may be later than requested: Slurm counts in minutes
 
 
 class Allocator(Protocol):

@@ -143,6 +143,7 @@ def test_a_lease_is_found_renewed_used_and_released(lab: Lab) -> None:
     assert (again["ranks"], gpus(again)) == (made["ranks"], gpus(made))
     assert len(lab.do("existing", lease=lease, n=1)["ranks"]) == 1
     renewed = lab.do("renew", lease=lease, for_s=300.0)
+    assert 300.0 <= renewed.pop("for_s") < 360.0, "a scheduler counts in minutes"
     assert renewed == {"nodes": [made["ranks"][0]["node"]], "failed": {}}
     [after] = lab.do("find", ids=[lease])["leases"]
     assert 200.0 < after["remaining_s"] <= 360.0, "a scheduler counts in minutes"

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -279,8 +280,11 @@ def test_renewing_shortens_and_is_not_granted_more(slurm: SlurmCluster) -> None:
     lease = allocate(slurm, "--n", "1")["lease"]
     assert gpuboard(slurm, "renew", lease["id"], "--for", "5m").returncode == 0
     until(lambda: slurm.job(int(lease["job"]))["RunTime"] != "00:00:00", "it has run for a second")
-    assert gpuboard(slurm, "renew", lease["id"], "--for", "4m").returncode == 0
+    renewed = json.loads(gpuboard(slurm, "renew", lease["id"], "--for", "4m", "--json").stdout)
     assert slurm.job(int(lease["job"]))["TimeLimit"] == "00:05:00"  # counted from its start, rounded up
+    [listed] = json.loads(gpuboard(slurm, "leases", "--json").stdout)["leases"]
+    ends = [datetime.fromisoformat(each["until"]) for each in (renewed, listed)]
+    assert abs(ends[1] - ends[0]) < timedelta(seconds=3)
     done = gpuboard(slurm, "renew", lease["id"], "--for", "2h")
     assert done.returncode == 1
     assert f"Slurm does not allow you to extend job {lease['job']}: Access/permission denied" in done.stderr

@@ -49,11 +49,11 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _report(lease: str, outcome: Renewed, args: argparse.Namespace) -> None:
     if outcome.nodes:
-        until = iso(time.time() + args.for_s)
+        until = time.time() + outcome.for_s
         if args.json:
-            write_json({"schema": 1, "id": lease, "until": until, "nodes": outcome.nodes})
+            write_json({"schema": 1, "id": lease, "until": iso(until), "nodes": outcome.nodes})
         else:
             where = "" if not outcome.failed else f" on {', '.join(outcome.nodes)}"
-            print(f"{lease} now ends {day_time(time.time() + args.for_s)}, in {format_duration(args.for_s)}{where}")
+            print(f"{lease} now ends {day_time(until)}, in {format_duration(outcome.for_s)}{where}")
     for where, reason in outcome.failed.items():
         report(f"lease {lease} was not renewed ({where}): {reason}")

@@ -195,7 +195,7 @@ class ClaimsLedger:
         if outcome.done:
             keeper.renew(lease.id, for_s, self._env)
         self._refresh(lease.nodes)
-        return Renewed(sorted(outcome.done), outcome.reasons)
+        return Renewed(sorted(outcome.done), outcome.reasons, for_s)
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of the caller as its claims show it."""

@@ -69,11 +69,17 @@ def find(text: str, mine: Sequence[JobState]) -> tuple[str, JobState]:
     return lease, known[lease]
 
 
-def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> None:
-    """Set the time limit of a lease's job, which counts from its start, to ``for_s`` from now. Raises GpuboardError."""
-    jobs.set_limit(job.number, sbatch_args.minutes(job.used_s + for_s))
+def renew(jobs: Jobs, job: JobState, for_s: float, env: Mapping[str, str]) -> float:
+    """Set the time limit of a lease's job, which counts from its start, to ``for_s`` from now or up to a minute later.
+
+    Return how many seconds from now it ends. Raises GpuboardError.
+    """
+    limit = sbatch_args.minutes(job.used_s + for_s)
+    jobs.set_limit(job.number, limit)
+    for_s = limit * 60 - job.used_s
     if job.lease is not None:
         keeper.renew(job.lease, for_s, env)
+    return for_s
 
 
 def end(lease: str, cancel: Callable[[], None], env: Mapping[str, str]) -> None:

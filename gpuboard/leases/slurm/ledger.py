@@ -172,10 +172,10 @@ class SlurmLedger:
             job = self._jobs.job(int(lease.job))
             if job is None or job.ended:
                 return Renewed([], {SLURM: f"job {lease.job} has ended"})
-            renew(self._jobs, job, for_s, self._env)
+            for_s = renew(self._jobs, job, for_s, self._env)
         except GpuboardError as error:
             return Renewed([], {SLURM: clean(str(error))})
-        return Renewed(sorted({gpu.node for gpu in lease.gpus}), {})
+        return Renewed(sorted({gpu.node for gpu in lease.gpus}), {}, for_s)
 
     def existing(self, text: str, n: int | None = None) -> Allocation:
         """Return a lease of the caller. Raises NotFree while its job is pending."""
