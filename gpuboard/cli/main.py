@@ -202,6 +202,7 @@ def _stdout_failed() -> bool:
     """Return whether writing to stdout fails, and so caused the error."""
     try:
         sys.stdout.flush()
+        os.write(1, b"")  # fails without anything left to flush, too: for a closed one, and one whose terminal is gone
     except (OSError, ValueError):
         return True
     return False

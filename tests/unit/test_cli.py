@@ -298,6 +298,13 @@ def test_closed_standard_streams(closed: str, code: int, out: str, err: str) -> 
     assert done.stderr.partition(";")[0] == err
 
 
+@pytest.mark.parametrize("words", ["launch --help", "config --nodes n[1-900] --json"])
+def test_any_amount_of_output_on_a_closed_stdout_is_the_same_error(words: str) -> None:
+    script = f"exec {sys.executable} -m gpuboard {words} >&-"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "gpuboard: cannot write to stdout: Bad file descriptor\n")
+
+
 def test_locale_without_a_character_prints_a_question_mark() -> None:
     env = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     code, out, err = gpuboard("--help", env=env)
