@@ -1,4 +1,4 @@
-"""The commands' names, and which one a command line has. Imports nothing: loaded before the agent starts."""
+"""The commands' names, and which one a command line has. Imports little: loaded before the agent starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ def split(argv: list[str]) -> tuple[str | None, list[str]]:
 def is_evaluated(argv: list[str]) -> bool:
     """Return whether a shell evaluates the output: of `allocate` and `env`.
 
-    Also where a mistyped option before the command makes another word the command: `--node gpu01 allocate`.
+    Also where the command is mistyped, or another word is in its place, after a mistyped option: `--node gpu01 env`.
     """
     name = split(argv)[0]
-    return name in _EVALUATED or (name not in COMMANDS and name != "help" and not _EVALUATED.isdisjoint(argv))
+    if name in COMMANDS or name == "help":
+        return name in _EVALUATED
+    return not _EVALUATED.isdisjoint(argv) or (name is not None and meant(name) in _EVALUATED)
+
+
+def meant(name: str) -> str | None:
+    """Return the command with the name nearest to one that is no command's, or None."""
+    from gpuboard.cli.options import nearest  # late: needed only for an error
+
+    return nearest(name[:100], list(COMMANDS))

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from gpuboard import __version__
-from gpuboard.cli.commands import COMMANDS, GROUPS, is_evaluated, split
+from gpuboard.cli.commands import COMMANDS, GROUPS, is_evaluated, meant, split
 from gpuboard.cli.context import Context
-from gpuboard.cli.options import Parser, add_common, nearest
+from gpuboard.cli.options import Parser, add_common
 from gpuboard.cli.stderr import report
 from gpuboard.errors import GpuboardError, Interrupted, Refused, UsageError
 from gpuboard.model.text import quoted
@@ -105,7 +105,7 @@ def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:
 def load(name: str) -> CommandModule:
     """Import the module of one command. Raises UsageError with the nearest name for an unknown command."""
     if name not in COMMANDS:
-        near = nearest(name, list(COMMANDS))
+        near = meant(name)
         remedy = f"did you mean `gpuboard {near}`?" if near else f"commands are: {', '.join(COMMANDS)}"
         raise UsageError(f"{quoted(name)} is not a command; {remedy}")
     return cast(CommandModule, importlib.import_module(f"gpuboard.cli.{COMMANDS[name]}.{name}"))

@@ -58,11 +58,15 @@ def test_split_takes_the_first_word_as_the_command(argv: list[str], expected: tu
         ("-- allocate", True),
         ("run --n 1 -- env", False),
         ("--node gpu01 run --n 1", False),
+        ("alocate --n 1", True),
+        ("statsu --json", False),
         ("help allocate", False),
         ("", False),
     ],
 )
-def test_a_shell_evaluates_allocate_and_env_also_behind_a_mistyped_option(line: str, expected: bool) -> None:
+def test_a_shell_evaluates_allocate_and_env_also_mistyped_or_behind_a_mistyped_option(
+    line: str, expected: bool
+) -> None:
     assert is_evaluated(line.split()) is expected
 
 
@@ -216,8 +220,10 @@ def test_empty_value_fails_closed_for_allocate_and_env() -> None:
         assert "empty value; is a shell variable unset?" in err
 
 
-@pytest.mark.parametrize("words", ["--node gpu01 allocate --n 1", "--n 4 allocate", "--lease k3f9 env"])
-def test_mistyped_option_before_the_command_fails_closed(words: str) -> None:
+@pytest.mark.parametrize(
+    "words", ["--node gpu01 allocate --n 1", "--n 4 allocate", "--lease k3f9 env", "alocate --n 1"]
+)
+def test_mistyped_command_or_option_before_it_fails_closed(words: str) -> None:
     code, out, err = gpuboard(*words.split(), "--format", "shell")
     assert (code, out.partition(";")[0], out[-9:]) == (2, "export CUDA_VISIBLE_DEVICES=''", "(exit 2)\n")
     assert "is not a command" in err
