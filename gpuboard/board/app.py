@@ -80,7 +80,7 @@ class BoardApp(CrashHookApp):
     TITLE = "gpuboard"
     ENABLE_COMMAND_PALETTE = True
     COMMANDS = {Palette}  # noqa: RUF012  # textual's own type
-    REFUSED: ClassVar[frozenset[str]] = frozenset()  # actions that this board cannot do: not in the footer
+    REFUSED: ClassVar[frozenset[str]] = frozenset()  # actions that this board cannot do, and does not offer
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "leases", "Leases", id="app.leases"),
         Binding("u", "runs", "Runs", id="app.runs"),

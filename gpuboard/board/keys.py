@@ -31,7 +31,8 @@ _NAMED = frozenset(str(key.value) for key in Keys if "+" not in key.value and "<
 class Action(NamedTuple):
     """An action with its keys."""
 
-    id: str
+    id: str  # those of a screen begin with the name of the action that opens it
+    name: str
     keys: tuple[str, ...]
     description: str
     section: str  # the screen's title
@@ -173,7 +174,10 @@ def _declared(owner: type[DOMNode]) -> list[Action]:
         keys.setdefault(binding.id or "", []).append(binding.key)
         first.setdefault(binding.id or "", binding)
     section = getattr(owner, "TITLE_WORDS", "") or _SECTIONS[_prefix(owner)]
-    return [Action(id_, tuple(keys[id_]), binding.description, section, owner) for id_, binding in first.items()]
+    return [
+        Action(id_, binding.action, tuple(keys[id_]), binding.description, section, owner)
+        for id_, binding in first.items()
+    ]
 
 
 _SECTIONS = {

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
+from gpuboard.agent.nvml.terms import NO_DRIVER
 from gpuboard.board.overview.log import EventFinder
 from gpuboard.board.replay.app import ReplayApp
 from gpuboard.board.replay.core import ReplayCore
+from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.config import Settings
 from gpuboard.errors import GpuboardError
@@ -85,7 +87,7 @@ async def replay(
     app = ReplayApp(core)
     try:
         async with app.run_test(size=size) as pilot:
-            await lab.settle(pilot, lambda: lab.ready(app))
+            await lab.settle(pilot, shows(app, "REPLAY"))
             yield app, core, pilot
             core.close()
             await pilot.pause()  # no scene comes any more while the screens are taken apart
@@ -192,17 +194,32 @@ async def test_events_of_an_older_recording_have_no_wrong_times(tmp_path: Path, 
 
 
 async def test_nothing_can_be_changed(tmp_path: Path, day: Path) -> None:
-    async with replay(tmp_path, day) as (app, _, pilot):
-        await pilot.press("r")
-        await lab.settle(pilot, lambda: lab.shown(app, "this is a replay"))
-        await pilot.press("enter")
-        await pilot.pause()
-        await pilot.press("escape", "l")
-        await lab.settle(pilot, shows(app, "k3f9"))
-        await pilot.press("d")
-        await lab.settle(pilot, shows(app, "Release k3f9?"))
-        await pilot.press("y")
-        await lab.settle(pilot, lambda: lab.told(app, "this is a replay"))
+    async with replay(tmp_path, day, (180, 90)) as (app, _, pilot):
+        for screen, refused in (("", "rxKw"), ("l", "dnxrew"), ("u", "sxw"), ("P", "Kw")):
+            await pilot.press(*screen)
+            await lab.settle(pilot, lambda: len(app.screen_stack) == 2 + len(screen))  # noqa: B023  # waited for
+            for key in refused:
+                app.clear_notifications()
+                await pilot.press(key)
+                await lab.settle(pilot, lambda: lab.told(app, "this is a replay: nothing can be reserved, launched"))
+                assert len(app.screen_stack) == 2 + len(screen)
+            offered = {one.binding.description for one in app.screen.active_bindings.values()}
+            assert not offered & {"Reserve", "Launch", "Signal", "Release", "Renew", "Stop", "Notify when"}
+            await pilot.press(*["escape"] * len(screen))
+            await lab.settle(pilot, lambda: len(app.screen_stack) == 2)
+        await pilot.press("question_mark")
+        await lab.settle(pilot, shows(app, "Replay of a recording", "replay.pause", "leases.copy", "runs.log"))
+        refused = "gpus.reserve gpus.signal leases.release leases.watch runs.stop app.watches watches.add Watches"
+        assert not [name for name in refused.split() if name in lab.screen(app)]
+
+
+async def test_a_recording_without_gpus_opens_no_welcome(tmp_path: Path) -> None:
+    scene = made.scene(made.node("login1", [], error=f"NVML: {NO_DRIVER}"), at=iso(BEGIN))
+    path = written(tmp_path / "bare.gz", [Frame(BEGIN, scene.snapshot, scene.leases, scene.uids)])
+    async with replay(tmp_path, path) as (app, _, pilot):
+        await pilot.press("plus")
+        await lab.settle(pilot, shows(app, "login1", "2x"))
+        assert isinstance(app.screen, ClusterScreen)
 
 
 def is_damaged(path: Path, minute: int) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
+from textual.actions import ActionParseResult
 from textual.binding import Binding, BindingType
+from textual.dom import DOMNode
 from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.replay.core import REFUSED, ReplayCore
+from gpuboard.board.replay.core import REFUSED, WHY_REFUSED, ReplayCore
 from gpuboard.board.terminal.guard import Guard
 from gpuboard.recording.player import Player
 
@@ -33,11 +36,24 @@ class ReplayApp(BoardApp):
     def __init__(self, core: ReplayCore, guard: Guard | None = None) -> None:
         super().__init__(core, guard)
         self._replay = core
+        self._welcomed = True  # whether there are GPUs on this machine does not matter
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Hide ``+`` and ``-`` from the footer while text is typed: they are text then."""
         typing = isinstance(self.focused, Input)
         return not (action in {"faster", "slower"} and typing) and super().check_action(action, parameters)
+
+    async def run_action(
+        self,
+        action: str | ActionParseResult,
+        default_namespace: DOMNode | None = None,
+        namespaces: Mapping[str, DOMNode] | None = None,
+    ) -> bool:
+        """Run an action; where a replay refuses it, say why."""
+        if action in self.REFUSED:
+            self.notify(WHY_REFUSED, severity="warning", markup=False)
+            return True
+        return await super().run_action(action, default_namespace, namespaces)
 
     def action_pause(self) -> None:
         self._replay.control(Player.pause)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _PACE_S = 1.0  # the time in the label advances at least this often
 _FASTEST_S = 0.1  # between two scenes
 _GAP_S = 120.0  # a longer pause between two frames is reported
+WHY_REFUSED = "this is a replay: nothing can be reserved, launched, signalled or watched"
 _NONE = "No events up to this moment."
 _NONE_YET = "No events so far. This recording has no events; they are found while it plays."
 
@@ -120,7 +121,7 @@ def label(player: Player) -> str:
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
-    raise UsageError("this is a replay: nothing can be reserved, launched or signalled")
+    raise UsageError(WHY_REFUSED)
 
 
 class _ReadOnly(Operations):
@@ -135,5 +136,8 @@ class _NoStarter(Starter):
     start = _refuse
 
 
-# Actions have the names of the operations that they use; a recording has no run that could be stopped.
-REFUSED = frozenset({"launch", "stop", *(name for name in vars(_ReadOnly) if not name.startswith("_"))})
+# Actions have the names of the operations that they use; a recording has no run that could be stopped, and a watch
+# would announce what was free then.
+REFUSED = frozenset({
+    "launch", "stop", "watch", "watches", *(name for name in vars(_ReadOnly) if not name.startswith("_"))
+})  # fmt: skip

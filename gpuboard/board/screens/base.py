@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from rich.text import Text
 from textual import on
-from textual.binding import Binding, BindingType
+from textual.binding import ActiveBinding, Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
@@ -74,6 +74,12 @@ class BoardScreen(OnBoard, Screen[None]):
     def restyle(self) -> None:
         """Redraw everything with the new ``app.look``."""
         self.on_screen_resume()
+
+    @property
+    def active_bindings(self) -> dict[str, ActiveBinding]:
+        """The bindings that footer, palette and help offer: not those of actions that this board cannot do."""
+        refused = self.board.REFUSED
+        return {key: one for key, one in super().active_bindings.items() if one.binding.action not in refused}
 
     def orders(self) -> Mapping[str, str]:
         """Return what the list can be sorted by, as key → words; the palette offers each."""

@@ -121,11 +121,14 @@ class HelpScreen(BoardScreen):
         self.query_one("#scroll").scroll_relative(y=lines, animate=False)
 
     def _keys(self) -> tuple[list[list[Text]], list[list[Text]]]:
-        """Return the keys of the screen it was opened from, and those of all others, by section."""
+        """Return the keys of the screen it was opened from, and those of all others, by section.
+
+        Left out are actions that this board cannot do, with those of the screens that they would open.
+        """
         keys.load_screens()
         by_section: dict[str, list[Text]] = {}
         for action in keys.actions():
-            if action.description:
+            if action.description and not {action.name, action.id.partition(".")[0]} & self.board.REFUSED:
                 line = self._line(self._shown(action), action.description.ljust(_WORDS))
                 by_section.setdefault(action.section, []).append(
                     line.append(f" {action.id}", self.board.look.style("dim"))

@@ -67,13 +67,12 @@ class Footer(OnBoard, Widget):
         """Place the keys that fit, the way back first, and help at the right edge."""
         shown: dict[str, tuple[str, str, str, bool]] = {}  # by action; only the first of several keys is shown
         help_entry: tuple[str, str, str, bool] | None = None
-        refused = self.board.REFUSED
         bindings = [(binding, enabled) for _, binding, enabled, _ in self.screen.active_bindings.values()]
         for binding, enabled in sorted(bindings, key=lambda one: _rank(one[0])):
             entry = (self.app.get_key_display(binding), binding.description, binding.key, enabled)
             if binding.id == _HELP:
                 help_entry = help_entry or entry
-            elif binding.show and binding.action not in refused:
+            elif binding.show:
                 shown.setdefault(binding.action, entry)
         room = self.size.width
         entries: list[FooterEntry] = []
