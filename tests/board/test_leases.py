@@ -265,6 +265,33 @@ async def test_gpus_and_purpose_are_whole_beside_the_time_line(tmp_path: Path) -
         assert all(words in row(app, "k3f9") for words in ("gpu01:0-3@gpu02:0-3", "llama-8b pretraining"))
 
 
+async def test_titles_and_keys_sort_and_sort_reversed(tmp_path: Path) -> None:
+    leases = [made.lease(f"{owner[0] * 6}", owner, [("gpu01", index)]) for index, owner in enumerate(("eve", "bob"))]
+    nodes = made.node("gpu01", [made.gpu("gpu01", 0), made.gpu("gpu01", 1)])
+    async with made.still(tmp_path, made.scene(nodes, leases=leases), (80, 24)) as (app, pilot):
+        await pilot.press("l")
+        await lab.settle(pilot, lambda: grid(app) is not None)
+        title = (row(app, "Owner").index("Owner"), 0)
+
+        def order() -> tuple[str, bool]:
+            text = lab.screen(app)
+            return re.findall(r"\w+[▲▼]|[▲▼]\w+", text)[0], text.index(" bob ") < text.index(" eve ")
+
+        found = [order()]
+        for _ in range(3):
+            await pilot.click("#leases", offset=title)
+            await pilot.pause()
+            found.append(order())
+        await pilot.press("S")
+        await pilot.pause()
+        found.append(order())
+        assert found == [("▲Left", True), ("Owner▲", True), ("Owner▼", False), ("Owner▲", True), ("Owner▼", False)]
+        await pilot.press("s")
+        await lab.settle(pilot, lambda: lab.shown(app, "Sort by", "owner ▼"))
+        await pilot.press("end", "enter")
+        await lab.settle(pilot, lambda: order() == ("GPUs▲", False))
+
+
 @other.needs_root
 async def test_root_may_end_other_users_leases(tmp_path: Path) -> None:
     nodes = demo_nodes(claims_dir=str(tmp_path / "claims"))

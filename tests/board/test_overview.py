@@ -118,6 +118,8 @@ async def test_the_screen_lists_sorts_and_filters(tmp_path: Path) -> None:
         assert "5m  bob" in drawn
         assert drawn.index("alice") < drawn.index("bob ")
         await pilot.press("s")
+        await settle(pilot, lambda: "GPUs held ▼" in screen(app))
+        await pilot.press("down", "down", "enter")  # GPUs used
         await settle(pilot, lambda: screen(app).index("bob ") < screen(app).index("alice"))
         await pilot.press("t")
         await settle(pilot, lambda: "60 min ago" in screen(app))

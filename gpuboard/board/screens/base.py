@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -182,3 +182,46 @@ class FilteredScreen(BoardScreen):
             self.set_focus(self.grid)
         else:
             self.clear_filter()
+
+
+class SortedScreen(FilteredScreen):
+    """A screen with a list that the user sorts: by its titles, a menu, the palette.
+
+    A subclass binds ``sort`` and ``reverse``, returns its ``orders``, the usual one first, and implements
+    ``current_order`` and ``set_order``.
+    """
+
+    DOWN_FIRST: ClassVar[Collection[str]] = ()  # orders in which usually the highest value is of interest
+    BY_COLUMN: ClassVar[Mapping[str, str]] = {}  # order by column, where the keys differ
+
+    @property
+    @abstractmethod
+    def current_order(self) -> tuple[str, bool]:
+        """The order of the list, "" for the usual one, and whether it is downwards."""
+
+    @abstractmethod
+    def set_order(self, key: str, *, down: bool) -> None:
+        """Show the list in an order of ``orders``."""
+
+    @on(Grid.Sorted)
+    def _title_clicked(self, message: Grid.Sorted) -> None:
+        key = self.BY_COLUMN.get(message.key, message.key)
+        if message.grid is self.grid and key in self.orders():
+            self.order_by(key)
+
+    def order_by(self, key: str) -> None:
+        """Sort first in the usual direction, then reversed."""
+        now, down = self.current_order
+        self._sort(key, down=not down if key == now else key in self.DOWN_FIRST)
+
+    def action_sort(self) -> None:
+        now, down = self.current_order
+        self.choose_order(now or next(iter(self.orders())), down=down)
+
+    def action_reverse(self) -> None:
+        now, down = self.current_order
+        self._sort(now or next(iter(self.orders())), down=not down)
+
+    def _sort(self, key: str, *, down: bool) -> None:
+        self.set_order(key, down=down)
+        self.grid.to_top()

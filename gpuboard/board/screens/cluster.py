@@ -21,7 +21,7 @@ from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.gpu_actions import ActingScreen
 from gpuboard.board.overview.facts import Gatherer
 from gpuboard.board.scene import Place, Scene
-from gpuboard.board.screens.base import FilteredScreen
+from gpuboard.board.screens.base import SortedScreen
 from gpuboard.board.screens.gpu import GpuPanel
 from gpuboard.board.tables.columns import choices
 from gpuboard.board.text.cells import fit, width
@@ -36,15 +36,13 @@ from gpuboard.board.widgets.single_node import MeterGrid, SingleNode
 from gpuboard.board.widgets.table import GpuTable
 from gpuboard.model.snapshot import GpuView, NodeView
 
-# usually the highest value is of interest
-_DOWN_FIRST = frozenset({"memory", "utilization", "sm", "tensor", "power", "temperature", "age"})
 _NO_MATCH = "No GPU matches the filter.\nEscape clears it."
 _NO_NODES = "No nodes.\nList some with gpuboard --nodes gpu[01-04], or as `nodes` in the config file."
 _NAME_MOST = 24  # cells of the filter's text in the status line
 _NODE = "node:"  # prefix of the keys of nodes
 
 
-class ClusterScreen(FilteredScreen, ActingScreen):
+class ClusterScreen(SortedScreen, ActingScreen):
     """The first screen. Picture and table share one cursor and one selection, both by UUID."""
 
     TITLE_WORDS = "Cluster"
@@ -52,6 +50,7 @@ class ClusterScreen(FilteredScreen, ActingScreen):
     LANGUAGE = GPUS
     FILTERED = "GPUs"
     FILTER_HINT = "user:alice state:free mem>40G model:H100 node:gpu[01-04], or any word"
+    DOWN_FIRST = frozenset({"memory", "utilization", "sm", "tensor", "power", "temperature", "age"})
     AUTO_FOCUS = ""  # on_mount gives the focus to the rows
     DEFAULT_CSS = """
     ClusterScreen #body { height: 1fr; }
@@ -303,29 +302,15 @@ class ClusterScreen(FilteredScreen, ActingScreen):
 
     # Order and view
 
-    def on_grid_sorted(self, message: Grid.Sorted) -> None:
-        if message.grid is self.grid and message.key in SORTS:  # not the processes, nor the sparkline
-            self.order_by(message.key)
-
-    def action_sort(self) -> None:
-        self.choose_order(self.view.sort or "node", down=self.view.reverse)
-
     def orders(self) -> dict[str, str]:
         return {sort: sort for sort in SORTS}
 
-    def order_by(self, key: str) -> None:
-        """Sort first in the usual direction, then reversed."""
-        if self.view.sort == key:
-            self.action_reverse()
-        else:
-            self._sort(key, reverse=key in _DOWN_FIRST)
+    @property
+    def current_order(self) -> tuple[str, bool]:
+        return self.view.sort, self.view.reverse
 
-    def action_reverse(self) -> None:
-        self._sort(self.view.sort or "node", reverse=not self.view.reverse)
-
-    def _sort(self, key: str, *, reverse: bool) -> None:
-        self._change(sort=key, reverse=reverse)
-        self.grid.to_top()
+    def set_order(self, key: str, *, down: bool) -> None:
+        self._change(sort=key, reverse=down)
 
     def action_group(self) -> None:
         """Group by the next of node, model, user, state, none."""

@@ -17,7 +17,7 @@ from gpuboard.board.dialogs.request_form import local, places_words
 from gpuboard.board.dialogs.reserve import open_reserve
 from gpuboard.board.filter.leases import LEASES, holder_words
 from gpuboard.board.scene import Scene
-from gpuboard.board.screens.base import FilteredScreen
+from gpuboard.board.screens.base import SortedScreen
 from gpuboard.board.screens.watches import open_watch
 from gpuboard.board.tables.held import HeldLease, held
 from gpuboard.board.text.detail import timeline
@@ -65,7 +65,7 @@ _NO_MATCH = "No lease matches the filter.\nEscape clears it."
 _ORDERS = {"left": "time left", "owner": "owner", "gpus": "GPUs"}
 
 
-class LeasesScreen(FilteredScreen):
+class LeasesScreen(SortedScreen):
     """Every lease; the user's own in bold."""
 
     TITLE_WORDS = "Leases"
@@ -84,6 +84,7 @@ class LeasesScreen(FilteredScreen):
         Binding("y", "copy", "Copy", id="leases.copy"),
         Binding("t", "timeline", "Time line", id="leases.timeline"),
         Binding("s", "sort", "Sort", id="leases.sort", show=False),
+        Binding("S", "reverse", "Reverse order", id="leases.reverse", show=False),
         Binding("r", "reserve", "Reserve", id="leases.reserve"),
         Binding("e", "watch", "Notify when it ends", id="leases.watch", show=False),
     ]
@@ -91,7 +92,7 @@ class LeasesScreen(FilteredScreen):
     def __init__(self) -> None:
         super().__init__()
         self._line: bool | None = None  # whether the time line is shown; None: where it fits beside the list
-        self._order = "left"
+        self._order, self._down = "left", False
         self._held: dict[str, HeldLease] = {}
 
     def compose(self) -> ComposeResult:
@@ -108,7 +109,7 @@ class LeasesScreen(FilteredScreen):
         now = seconds_of(scene.snapshot.at)  # in a replay long ago
         every = held(scene)
         query = self.query_in_force
-        ordered = sorted((one for one in every if query.matches(one)), key=self._place)
+        ordered = sorted((one for one in every if query.matches(one)), key=self._place, reverse=self._down)
         self._held = {one.key: one for one in ordered}
         of = f"{len(ordered)} of {len(every)} match · " if query else ""
         lines: list[Runs] = [((of + _sums(ordered), "title"),)]
@@ -118,7 +119,7 @@ class LeasesScreen(FilteredScreen):
         columns = self._columns(ordered, now)
         self.grid.set_empty(_NO_MATCH if query and every else _EMPTY)
         self.grid.set_columns(columns)
-        self.grid.set_sort(self._order, False)
+        self.grid.set_sort(self._order, self._down)
         self.grid.set_rows([self._row(one, columns, now) for one in ordered])
         self._about()
 
@@ -191,11 +192,6 @@ class LeasesScreen(FilteredScreen):
                 lines.append(((words, "bad"),))
         self.query_one("#about", Lines).set_lines(lines)
 
-    @on(Grid.Sorted)
-    def _sorted(self, event: Grid.Sorted) -> None:
-        if event.key in _ORDERS:
-            self.order_by(event.key)
-
     def _selected(self) -> HeldLease | None:
         one = self._held.get(self.grid.cursor or "")
         if one is None:
@@ -206,16 +202,15 @@ class LeasesScreen(FilteredScreen):
         self._line = not self._lined
         self.redraw()
 
-    def action_sort(self) -> None:
-        """Sort by the next of time left, owner, GPUs."""
-        keys = list(_ORDERS)
-        self.order_by(keys[(keys.index(self._order) + 1) % len(keys)])
-
     def orders(self) -> dict[str, str]:
         return _ORDERS
 
-    def order_by(self, key: str) -> None:
-        self._order = key
+    @property
+    def current_order(self) -> tuple[str, bool]:
+        return self._order, self._down
+
+    def set_order(self, key: str, *, down: bool) -> None:
+        self._order, self._down = key, down
         self.redraw()
 
     def action_reserve(self) -> None:

@@ -113,8 +113,8 @@ class OverviewScreen(GraphScreen, FilteredScreen):
         self.board.go_to(gpu.uuid if gpu is not None else f"node:{node.name}")
 
     def action_sort(self) -> None:
-        """Sort the people by the next of GPUs idle, held, used."""
-        self.order_by(ORDERS[(ORDERS.index(self._boxes.gatherer.order) + 1) % len(ORDERS)])
+        """Sort the people, those with the most GPUs first."""
+        self.choose_order(self._boxes.gatherer.order, down=True)
 
     def orders(self) -> dict[str, str]:
         return {key: f"GPUs {key}" for key in ORDERS}

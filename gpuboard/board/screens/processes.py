@@ -15,7 +15,7 @@ from gpuboard.board.dialogs.signal import signal_these
 from gpuboard.board.filter.processes import PROCESSES, is_mine
 from gpuboard.board.preferences import ProcessOrder
 from gpuboard.board.scene import Scene
-from gpuboard.board.screens.base import FilteredScreen
+from gpuboard.board.screens.base import SortedScreen
 from gpuboard.board.text.processes import about, cluster_columns, group_key, meter_cells, overview, running_row
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid, LazyRows, Row
@@ -33,13 +33,15 @@ _SORT_WORDS = {
 }
 
 
-class ProcessesScreen(FilteredScreen):
+class ProcessesScreen(SortedScreen):
     """Every process, each once; the user's own in bold."""
 
     TITLE_WORDS = "Processes"
     LANGUAGE = PROCESSES
     FILTERED = "processes"
     FILTER_HINT = "user:me node:gpu[01-04] mem>40G sm<10 flag:rogue, or any word"
+    DOWN_FIRST = frozenset(key for key, order in SORTS.items() if order.descending)
+    BY_COLUMN: ClassVar[dict[str, str]] = {"gpu": "node"}
     AUTO_FOCUS = "#processes"
     DEFAULT_CSS = """
     ProcessesScreen #sums, ProcessesScreen #about { margin: 0 1; }
@@ -102,7 +104,8 @@ class ProcessesScreen(FilteredScreen):
         grid = self.grid
         grid.set_empty("No process matches the filter.\nEscape clears it." if found else "No process on any GPU.")
         grid.set_columns(cluster_columns(scene.nodes, self.size.width, found))
-        grid.set_sort("gpu" if order.sort == "node" else order.sort, self._descending)
+        sort, down = self.current_order
+        grid.set_sort("gpu" if sort == "node" else sort, down)
         grid.set_rows(LazyRows(items, _key, row))
         self._show_sums(found, shown)
         self._about()
@@ -110,17 +113,14 @@ class ProcessesScreen(FilteredScreen):
     def _show_sums(self, found: Sequence[Running], shown: Sequence[Running]) -> None:
         scene = self.board.scene
         missing = [] if scene is None else unread(scene.snapshot)
-        down = self.board.look.glyphs.down if self._descending else self.board.look.glyphs.up
-        order = f"by {self.orders()[self.order.sort]} {down}"
+        sort, down = self.current_order
+        glyphs = self.board.look.glyphs
+        order = f"by {self.orders()[sort]} {glyphs.down if down else glyphs.up}"
         lines = [overview(found, shown, self._marked(), order)]
         if missing:
             more = f" and {len(missing) - _UNREAD_MOST} more" if len(missing) > _UNREAD_MOST else ""
             lines.append(((f"not read: {', '.join(missing[:_UNREAD_MOST])}{more}", "warn"),))
         self.query_one("#sums", Lines).set_lines(lines)
-
-    @property
-    def _descending(self) -> bool:
-        return SORTS[self.order.sort].descending != self.order.reverse
 
     @on(Grid.Moved)
     def _about(self) -> None:
@@ -151,12 +151,6 @@ class ProcessesScreen(FilteredScreen):
 
     # Order
 
-    @on(Grid.Sorted)
-    def _sorted(self, event: Grid.Sorted) -> None:
-        key = "node" if event.key == "gpu" else event.key
-        if key in SORTS:
-            self.order_by(key)
-
     def _change(self, **changes: str | bool) -> None:
         """Change order or grouping, also for the next start."""
         self.board.remember(processes=msgspec.structs.replace(self.order, **changes))
@@ -165,19 +159,12 @@ class ProcessesScreen(FilteredScreen):
     def orders(self) -> dict[str, str]:
         return {key: _SORT_WORDS.get(key, key) for key in SORTS}
 
-    def order_by(self, key: str) -> None:
-        """Sort first in the usual direction, then reversed."""
-        self._sort(key, reverse=key == self.order.sort and not self.order.reverse)
+    @property
+    def current_order(self) -> tuple[str, bool]:
+        return self.order.sort, SORTS[self.order.sort].descending != self.order.reverse
 
-    def _sort(self, key: str, *, reverse: bool) -> None:
-        self._change(sort=key, reverse=reverse)
-        self.grid.to_top()
-
-    def action_sort(self) -> None:
-        self.choose_order(self.order.sort, down=self._descending)
-
-    def action_reverse(self) -> None:
-        self._sort(self.order.sort, reverse=not self.order.reverse)
+    def set_order(self, key: str, *, down: bool) -> None:
+        self._change(sort=key, reverse=SORTS[key].descending != down)
 
     def action_tree(self) -> None:
         """Group by the user's runs, by jobs and by leases, or not."""
