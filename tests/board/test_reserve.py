@@ -112,6 +112,15 @@ async def test_a_refusal_has_reasons_and_an_alternative(tmp_path: Path, core: Co
         await fill(pilot, "gpus", "5")
         await lab.settle(pilot, lambda: lab.shown(app, "Impossible here:"))
         await pilot.press("enter")
+        commit = app.screen.query_one("#commit")
+        assert commit.disabled
+        await fill(pilot, "gpus", "2")
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve") and not commit.disabled)
+        await fill(pilot, "gpus", "5")
+        await lab.settle(pilot, lambda: lab.shown(app, "Impossible here:") and commit.disabled)
+        await fill(pilot, "gpus", "x:y")
+        await fill(pilot, "gpus", "1")
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve") and not commit.disabled)
         await pilot.press("escape")
         assert lab.claims(tmp_path) == []
 

@@ -204,6 +204,22 @@ async def test_what_a_job_would_wait_for_is_not_available(tmp_path: Path) -> Non
         await lab.settle(pilot, lambda: lab.shown(app, "Will wait: "))
 
 
+async def test_what_can_never_be_is_not_watched_for(core: Core) -> None:
+    async with lab.board(core, (80, 24)) as (app, pilot):
+        open_watch(app)
+        await fill(pilot, what="3000")
+        await pilot.press("enter")  # maybe before the answer
+        await lab.settle(pilot, lambda: lab.shown(app, "Impossible here: "))
+        assert app.screen.query_one("#commit").disabled
+        await pilot.press("enter")
+        await pilot.pause()
+        assert isinstance(app.screen, WatchDialog)
+        assert app.watches.all == []
+        await fill(pilot, what="6")
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: [watch.condition for watch in app.watches.all] == ["6 free GPUs"])
+
+
 def test_what_was_not_read_has_not_ended() -> None:
     lease = msgspec.structs.replace(made.lease("abcdef", "bob", [("gpu01", 0)]), nodes=["gpu01"])
     watch = Watch(1, 0.0, lease=lease)

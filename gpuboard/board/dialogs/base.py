@@ -242,6 +242,7 @@ class Dialog(Box[T]):
         self.fields = {field.key: field for field in fields}
         self.verb = verb
         self.busy = False
+        self.refused = False  # what the valid fields ask for is not possible, as the message says
         self._calm: set[str] = set()  # fields that were empty from the start and have not been left or filled in
         self._focused = ""  # key of the field that had the focus last
         self._notes: dict[str, Text] = {}  # as drawn: an update lays out the whole dialog again
@@ -351,7 +352,7 @@ class Dialog(Box[T]):
             if text.plain != (before := self._notes.get(key, Text())).plain or text.style != before.style:
                 self._notes[key] = text
                 self.query_one(f"#note-{key}", Static).update(text)
-        self.query_one("#commit", Button).disabled = bool(wrong) or self.busy
+        self.query_one("#commit", Button).disabled = bool(wrong) or self.busy or self.refused
 
     def work(self, work: Callable[[], U], done: Callable[[U], None]) -> None:
         """Run ``work`` beside the UI with the fields disabled; then call ``done``, or show the error."""

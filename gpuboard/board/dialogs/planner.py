@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.text import Text
 
 from gpuboard.board.background import REST, Background
+from gpuboard.board.dialogs.base import Dialog, Field
 from gpuboard.board.dialogs.request_form import gpus_words, plain, refusal_words
 from gpuboard.model.request import Choice, Refusal, Request
 
 if TYPE_CHECKING:
     from gpuboard.board.app import BoardApp
+    from gpuboard.board.scene import Scene
     from gpuboard.board.theme.styles import Look
     from gpuboard.model.snapshot import Snapshot
 
+T = TypeVar("T")
 Answer = Choice | Refusal | str  # str: what is wrong with the request itself
 
 
@@ -52,6 +56,66 @@ class Planner:
         """Ask again because the cluster has changed, unless an answer is on its way or was given just now."""
         if self._background.rested:
             self.look(request)
+
+
+class PlannedDialog(Dialog[T]):
+    """A dialog about a request that the policy answers while it is typed."""
+
+    def __init__(
+        self,
+        title: str,
+        fields: Sequence[Field],
+        *,
+        verb: str,
+        plan: Callable[[Request, Snapshot], Choice | Refusal] | None = None,
+    ) -> None:
+        """``plan``: answers in place of the ledger."""
+        super().__init__(title, fields, verb=verb)
+        self._planner = Planner(self.board, self._answered, plan)
+        self._seen: tuple[Request, Answer] | None = None  # the newest answer and its request
+        self._wanted: Request | None = None  # to commit as soon as its answer arrives
+
+    @abstractmethod
+    def request(self) -> Request | None:
+        """Return the request of the fields; None where they are invalid, or about something else."""
+
+    @abstractmethod
+    def show_answer(self, answer: Answer) -> bool:
+        """Show an answer, and return whether the dialog can be committed with it."""
+
+    def show(self, scene: Scene) -> None:
+        """Ask again: free GPUs may have changed."""
+        if self.is_mounted and not self.busy:
+            self._planner.look_again(self.request())
+
+    def changed(self) -> None:
+        self.look()
+
+    def look(self) -> None:
+        """Ask the policy about the fields."""
+        request = self.request()
+        if request is None:
+            self.refused = False
+            self._checked()
+        self._planner.look(request)
+
+    def answer_to(self, request: Request) -> Answer | None:
+        """Return the answer to a request; while there is none, the dialog is committed when it arrives."""
+        if self._seen is not None and self._seen[0] == request:
+            return self._seen[1]
+        self._wanted = request
+        self.look()
+        return None
+
+    def _answered(self, request: Request, answer: Answer) -> None:
+        if not self.is_attached or self.busy or request != self.request():
+            return
+        self._seen = request, answer
+        self.refused = not self.show_answer(answer)
+        self._checked()
+        wanted, self._wanted = self._wanted, None
+        if wanted == request:
+            self.action_commit()
 
 
 def taken(answer: Choice) -> str:

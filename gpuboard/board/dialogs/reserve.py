@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from gpuboard.board.dialogs import request_form
-from gpuboard.board.dialogs.base import Dialog, Field, lease_duration, number, size
-from gpuboard.board.dialogs.planner import Answer, Planner, refused, taken
+from gpuboard.board.dialogs.base import Field, lease_duration, number, size
+from gpuboard.board.dialogs.planner import Answer, PlannedDialog, refused, taken
 from gpuboard.board.operations import Attempt
-from gpuboard.board.scene import Scene
 from gpuboard.errors import GpuboardError, Refused
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Choice, Pick, Refusal, Request
@@ -34,7 +33,7 @@ def open_reserve(board: BoardApp, uuids: Sequence[str]) -> None:
     board.open_dialog(ReserveDialog(words, picks, parse_duration(board.core.settings.max_lease)))
 
 
-class ReserveDialog(Dialog[Allocation]):
+class ReserveDialog(PlannedDialog[Allocation]):
     """Asks for GPUs, duration and purpose. It reserves exactly what it shows, or shows who was faster."""
 
     PREVIEW = 3
@@ -54,39 +53,24 @@ class ReserveDialog(Dialog[Allocation]):
             verb="Reserve",
         )
         self._marked: dict[str, Sequence[Pick]] = {words: picks} if picks else {}
-        self._seen: tuple[Request, Answer] | None = None  # the newest answer and its request
-        self._wanted = False  # commit as soon as the answer arrives
         self._before = Text()  # why the last attempt failed; until something is typed
         self._attempt = Attempt()
-        self._planner = Planner(self.board, self._answered)
 
     def changed(self) -> None:
-        """Ask the policy about the new fields."""
         self._before = Text()
-        self._look()
+        super().changed()
 
-    def show(self, scene: Scene) -> None:
-        """Ask again: free GPUs may have changed."""
-        if self.is_mounted and not self.busy:
-            self._planner.look_again(self._request())
-
-    def _request(self) -> Request | None:
+    def request(self) -> Request | None:
         return None if self.wrong() else request_form.request_of(self.values, self._marked)
 
-    def _look(self) -> None:
-        request = self._request()
-        if request is None:
+    def look(self) -> None:
+        if self.request() is None:
             self.show_message(self._before)
-        self._planner.look(request)
+        super().look()
 
-    def _answered(self, request: Request, answer: Answer) -> None:
-        if not self.is_attached or self.busy or request != self._request():
-            return
-        self._seen = request, answer
+    def show_answer(self, answer: Answer) -> bool:
         self.show_message(self._before + self._words(answer))
-        if self._wanted:
-            self._wanted = False
-            self.action_commit()
+        return isinstance(answer, Choice)
 
     def _words(self, answer: Answer) -> Text:
         look = self.board.look
@@ -97,14 +81,10 @@ class ReserveDialog(Dialog[Allocation]):
 
     def commit(self, values: dict[str, str]) -> None:
         """Reserve exactly the GPUs shown; where Slurm chooses them, submit the request."""
-        request = self._request()
-        if request is None or self._seen is None or self._seen[0] != request:
-            self._wanted = True
-            self._look()
-            return
-        choice = self._seen[1]
-        if not isinstance(choice, Choice):
-            return  # the refusal is on the screen
+        request = self.request()
+        choice = None if request is None else self.answer_to(request)
+        if request is None or not isinstance(choice, Choice):
+            return  # a refusal is on the screen
         wanted = Request(picks=tuple(Pick(gpu.node, None, gpu.uuid) for gpu in choice.gpus)) if choice.gpus else request
         for_s, purpose, attempt = parse_duration(values["for"]), values["purpose"], self._attempt
         self.set_busy(True)
@@ -166,7 +146,7 @@ class ReserveDialog(Dialog[Allocation]):
         self._before = Text.assemble(("Not reserved: ", look.style("bad")), words, "\n")
         self._seen = None
         self.set_busy(False)
-        self._look()
+        self.look()
 
     def action_cancel(self) -> None:
         """Close; a reservation in progress is cancelled."""

@@ -12,8 +12,8 @@ from textual.binding import Binding, BindingType
 
 from gpuboard.board.background import REST, Background
 from gpuboard.board.dialogs import request_form
-from gpuboard.board.dialogs.base import YES, Dialog, Field, lease_duration, number, size
-from gpuboard.board.dialogs.planner import Answer, Planner
+from gpuboard.board.dialogs.base import YES, Field, lease_duration, number, size
+from gpuboard.board.dialogs.planner import Answer, PlannedDialog
 from gpuboard.board.dialogs.reserve import reserved_text
 from gpuboard.board.filter.language import Language
 from gpuboard.board.filter.matchers import named, place, word
@@ -171,7 +171,7 @@ def _holds(watch: Watch, scene: Scene, runbook: Runbook) -> str:
         return ""
 
 
-class WatchDialog(Dialog[Watch]):
+class WatchDialog(PlannedDialog[Watch]):
     """Asks for the condition. ``ends``: a lease whose end to wait for, as the default."""
 
     PREVIEW = 2
@@ -197,8 +197,8 @@ class WatchDialog(Dialog[Watch]):
                 Field("purpose", "Purpose", "", "shown to others", "ablation study"),
             ],
             verb="Watch",
+            plan=choose,  # as the watch: Slurm accepts jobs that wait
         )
-        self._planner = Planner(self.board, self._answered, choose)  # as the watch: Slurm accepts jobs that wait
 
     def on_mount(self) -> None:
         """Read which runs are live."""
@@ -212,34 +212,35 @@ class WatchDialog(Dialog[Watch]):
         self.board.ask(lambda: frozenset(run.view.id for run in runbook.read() if run.live), known)
 
     def show(self, scene: Scene) -> None:
-        """Ask again: free GPUs may have changed."""
         self._scene = scene
-        if self.is_mounted and not self.wrong():
-            self._planner.look_again(self._watch(self.values).request)
+        super().show(scene)
 
-    def changed(self) -> None:
+    def request(self) -> Request | None:
+        return None if self.wrong() else self._watch(self.values).request
+
+    def look(self) -> None:
         if self.wrong():
             self.show_message("")
-            return
-        watch = self._watch(self.values)
-        if watch.request is None:
+        elif (watch := self._watch(self.values)).request is None:
             self.show_message(f"Will notify you when {watch.condition}")
-            return
-        self._planner.look(watch.request)
+        super().look()
 
-    def _answered(self, request: Request, answer: Answer) -> None:
-        if not self.is_attached or self.wrong() or request != self._watch(self.values).request:
-            return
+    def show_answer(self, answer: Answer) -> bool:
+        """Show what is free now, or why the watch would wait; one that can never be met is refused."""
         if isinstance(answer, Choice):
             self.show_message(f"Available now: {request_form.gpus_words(answer.gpus)}", "good")
-        elif isinstance(answer, str):
+            return True
+        if isinstance(answer, str):
             self.show_message(answer, "bad")
-        else:
-            words, never = request_form.refusal_words(answer)[0], answer.code == 3
-            self.show_message(f"Impossible here: {words}" if never else f"Will wait: {words}", "warn" if never else "")
+            return False
+        words, never = request_form.refusal_words(answer)[0], answer.code == 3
+        self.show_message(f"Impossible here: {words}" if never else f"Will wait: {words}", "warn" if never else "")
+        return not never
 
     def commit(self, values: dict[str, str]) -> None:
-        self.dismiss(self._watch(values))
+        request = self.request()
+        if request is None or (self.answer_to(request) is not None and not self.refused):
+            self.dismiss(self._watch(values))
 
     def _watch(self, values: dict[str, str]) -> Watch:
         if values["what"] in self._runs:
