@@ -233,6 +233,7 @@ SORTS: Mapping[str, Callable[[Place, Scene], Any]] = {
     "age": _age,
     "state": lambda place, scene: STATE_ORDER.index(place.gpu.state) if place.gpu.state in STATE_ORDER else None,
     "reason": lambda place, scene: place.gpu.reason or None,
+    "free-gpus": lambda place, scene: scene.free_on.get(place.node.name),
 }
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from gpuboard.board.sums import sums_of
 from gpuboard.model.lease import Lease, LeaseList
-from gpuboard.model.snapshot import GpuView, NodeView, Snapshot, judged
+from gpuboard.model.snapshot import GpuView, NodeView, Snapshot, judged, tally
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
@@ -127,6 +127,12 @@ class Scene:
         """The label of every screen where this is not a real cluster as it is now: SIMULATED, or a replay's time."""
         simulated = any(node.source == "simulated" for node in self.snapshot.nodes)
         return "  ".join(filter(None, (self._label, "SIMULATED" if simulated else "")))
+
+    @cached_property
+    def free_on(self) -> dict[str, int]:
+        """How many GPUs and MIG devices are free, by the name of their node; without nodes whose readings are old."""
+        counts = ((node.name, tally(judged(node))) for node in self.snapshot.nodes if node.state == "up")
+        return {name: found.gpus["free"] + found.devices["free"] for name, found in counts}
 
     @property
     def live(self) -> bool:

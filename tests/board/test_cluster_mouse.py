@@ -85,6 +85,17 @@ async def test_what_the_user_sorted_for_is_at_the_top(tmp_path: Path, view: str)
         await settle(pilot, lambda: grid.scroll_offset.y == 0)
 
 
+async def test_every_title_of_the_picture_sorts(tmp_path: Path) -> None:
+    async with at_cluster(tmp_path, lab(), LETTERS) as (app, shown, pilot):
+        titles = shown.grid.render_line(0).text
+        for title, sort in (("Node", "node"), ("State", "age"), ("0 1", "state"), ("Free", "free-gpus")):
+            await pilot.click(Picture, offset=(titles.index(title) + 1, 0))
+            await pilot.pause()
+            assert shown.view.sort == sort
+        assert "▼Free" in shown.grid.render_line(0).text
+        assert status(app).startswith("by free GPUs ▼")
+
+
 async def test_a_click_on_a_count_of_the_header_shows_only_these(tmp_path: Path) -> None:
     async with at_cluster(tmp_path, lab(), (160, 40)) as (app, shown, pilot):
         counts = screen(app).splitlines()

@@ -128,6 +128,17 @@ def test_the_picture_has_a_row_a_node() -> None:
     assert pictured(ViewState(sort="utilization", reverse=True)) == [("gpu10", None), ("gpu2", None), ("gpu3", None)]
 
 
+def test_nodes_are_sorted_by_how_many_gpus_are_free() -> None:
+    nodes = [
+        node("a", [gpu("a", 0), gpu("a", 1, "busy")]),
+        node("b", [mig("b", 0, "free", "free", "busy"), gpu("b", 1)]),
+        node("c", [gpu("c", 0, "busy")]),
+        node("d", [gpu("d", 0)], state="stale"),
+    ]
+    rows = arrange_nodes(scene(*nodes), ViewState(sort="free-gpus", reverse=True))
+    assert [row.node.name for row in rows if isinstance(row, NodeRow)] == ["b", "a", "c", "d"]
+
+
 def test_the_picture_shows_which_gpus_match() -> None:
     assert pictured(ViewState(), "state:free") == [("gpu2", 1), ("gpu10", 1)]
 

@@ -50,7 +50,7 @@ class ClusterScreen(SortedScreen, ActingScreen):
     LANGUAGE = GPUS
     FILTERED = "GPUs"
     FILTER_HINT = "user:alice state:free mem>40G model:H100 node:gpu[01-04], or any word"
-    DOWN_FIRST = frozenset({"memory", "utilization", "sm", "tensor", "power", "temperature", "age"})
+    DOWN_FIRST = frozenset({"memory", "utilization", "sm", "tensor", "power", "temperature", "age", "free-gpus"})
     AUTO_FOCUS = ""  # on_mount gives the focus to the rows
     DEFAULT_CSS = """
     ClusterScreen #body { height: 1fr; }
@@ -264,7 +264,7 @@ class ClusterScreen(SortedScreen, ActingScreen):
                 words += f" {fit(text, min(width(text), _NAME_MOST))}"
             parts.append((words, "title"))
         if view.sort:
-            parts.append((f"by {view.sort} {glyphs.down if view.reverse else glyphs.up}", ""))
+            parts.append((f"by {self.orders()[view.sort]} {glyphs.down if view.reverse else glyphs.up}", ""))
         if view.group != "none":
             parts.append((f"grouped by {view.group}", ""))
         runs: list[tuple[str, str | Style]] = [(" ", "")]
@@ -303,7 +303,7 @@ class ClusterScreen(SortedScreen, ActingScreen):
     # Order and view
 
     def orders(self) -> dict[str, str]:
-        return {sort: sort for sort in SORTS}
+        return {sort: sort.replace("-gpus", " GPUs") for sort in SORTS}
 
     @property
     def current_order(self) -> tuple[str, bool]:

@@ -22,7 +22,9 @@ from gpuboard.board.text.rows import GAP
 from gpuboard.board.widgets.grid import HEADER, RIGHT, Cell, Grid, LazyRows, Row
 from gpuboard.model.snapshot import NodeView
 
-_SORTS = {"node": "node", "connection": "age", "gpus": "state", "model": "model", "users": "user"}  # by column
+_SORTS = {  # by column
+    "node": "node", "connection": "age", "gpus": "state", "free": "free-gpus", "model": "model", "users": "user",
+}  # fmt: skip
 
 
 class Picture(Grid):
