@@ -337,8 +337,15 @@ def test_ranks_that_initialize_their_process_group_again_get_the_reason() -> Non
 
 def test_ranks_that_look_for_another_store_get_the_reason() -> None:
     alone = {f"rank{rank}": status(rank, joined=False) for rank in (0, 1)}
+    connect = [StackFrame("_create_c10d_store", f"{TORCH}distributed/rendezvous.py", 189), *INIT]
+    found = verdict(seen(0, connect), seen(1, connect), **alone)
+    assert found.words == "in init_process_group at train.py:9: ranks 0-1 have not connected to the store of this run"
+    assert found.remedy.startswith("leave MASTER_ADDR and MASTER_PORT as they are")
     found = verdict(seen(0, INIT), seen(1, INIT), **alone)
-    assert found.words == ("in init_process_group at train.py:9: ranks 0-1 have not connected to the store of this run")
+    assert found.words == (
+        "in init_process_group at train.py:9: ranks 0-1 take part; they use different stores, or the connections "
+        "between the ranks on gpu01 may not deliver"
+    ), "whether a program has connected is not known"
 
 
 def test_groups_used_in_different_order_are_a_cycle() -> None:
@@ -375,8 +382,9 @@ def test_a_rank_that_alone_makes_a_group_waits_for_the_others() -> None:
         "step for rank 1; rank 1 (gpu01:1) waits in new_group at train.py:41 in load_batch for rank 0"
     )
     assert found.remedy.startswith("every rank must call new_group")
-    found = verdict(seen(0, NEW_GROUP, group(11, 11)), seen(1, LOAD, group(11, 11)))
-    assert found.words.startswith("for rank 1 (gpu01:1), which is at train.py:41")
+    assert verdict(bare(0), seen(1, NEW_GROUP)).words == found.words.replace(" (collective 12)", "")
+    found = verdict(seen(0, NEW_GROUP), seen(1, LOAD), rank1=status(1, joined=False))
+    assert found.words.startswith("for rank 1 (gpu01:1), which is at train.py:41"), "it has called init_process_group"
 
 
 def test_a_stopped_store_is_named_while_ranks_need_it() -> None:
@@ -501,6 +509,47 @@ def test_without_a_flight_recorder_the_stacks_decide() -> None:
         "waiting 5 s for rank 1 (gpu01:1), which is at train.py:41 in load_batch; "
         "rank 0 (gpu01:0) waits in all_reduce at train.py:55 in step"
     )
+
+
+def bare(rank: int, call: str = "all_reduce", line: int = 55) -> RankEvidence:
+    """Return a rank that waits in a collective, without a flight recorder."""
+    stack = [StackFrame(call, REDUCE[0].file, 3252), StackFrame("step", "/exp/train.py", line)]
+    return seen(rank, stack, collectives=None)
+
+
+@pytest.mark.parametrize(("call", "line"), [("broadcast", 60), ("all_reduce", 60)])
+def test_without_a_flight_recorder_different_calls_are_named(call: str, line: int) -> None:
+    program = {f"rank{rank}": status(rank, joined=False) for rank in range(3)}
+    found = verdict(bare(0), bare(1, call, line), bare(2), **program)
+    assert (found.kind, found.ranks, found.sure) == ("stall-mismatch", (0, 1, 2), False)
+    assert found.words == (
+        "because the ranks wait in different calls, as far as their stacks show; "
+        "ranks 0,2 wait in all_reduce at train.py:55 in step; "
+        f"rank 1 (gpu01:1) waits in {call} at train.py:60 in step"
+    )
+    assert found.remedy.startswith("every rank must call the same collectives in the same order")
+    assert "if they do, check the network" in found.remedy
+
+
+def test_a_rank_without_a_flight_recorder_is_compared_with_the_others_by_its_stack() -> None:
+    found = verdict(WAITING, bare(1, "broadcast"))
+    assert (found.kind, found.ranks) == ("stall-mismatch", (0, 1))
+
+
+def test_arguments_are_called_equal_only_if_they_were_compared() -> None:
+    found = verdict(bare(0), bare(1))
+    assert found.kind == "stall-network"
+    assert found.words == (
+        "in all_reduce at train.py:55 in step: ranks 0-1 take part; without a flight recorder shapes and dtypes are "
+        "unknown: they differ, or the connections between the ranks on gpu01 may not deliver"
+    )
+    assert "take part, so the connections" in verdict(seen(0, INIT), seen(1, INIT)).words
+
+
+def test_collectives_are_compared_in_every_group_in_which_ranks_wait() -> None:
+    pairs = (group(5, 4, name="a"), group(5, 4, name="a"), group(7, 6, name="b"), group(7, 6, "broadcast", name="b"))
+    found = verdict(*(seen(rank, REDUCE, one) for rank, one in enumerate(pairs)))
+    assert (found.kind, found.ranks) == ("stall-mismatch", (2, 3))
 
 
 def test_the_picture_joins_ranks_that_do_the_same_and_wait_for_the_same_ranks() -> None:

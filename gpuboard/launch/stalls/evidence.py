@@ -180,6 +180,12 @@ def waits_in_init(stack: Sequence[StackFrame], source: str = "") -> bool:
     return called or bool(_STORE.search(source))
 
 
+def connects_to_store(stack: Sequence[StackFrame], source: str) -> bool:
+    """Whether a process is inside the call that connects to a store of TCP, its own included."""
+    inside = any(frame.function == "_create_c10d_store" and "torch/distributed/" in frame.file for frame in stack)
+    return inside or bool(_STORE.search(source))
+
+
 def connects(stack: Sequence[StackFrame], source: str) -> bool:
     """Whether a process is inside the call that opens a connection."""
     inside = bool(stack) and stack[0].function == "create_connection" and stack[0].file.endswith("/socket.py")

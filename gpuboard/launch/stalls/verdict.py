@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from gpuboard.launch.stalls.differences import difference_at
-from gpuboard.launch.stalls.evidence import RankEvidence, StoreProcess, waiting_children
+from gpuboard.launch.stalls.evidence import RankEvidence, StoreProcess, connects_to_store, waiting_children
 from gpuboard.launch.stalls.pace import GroupPace
 from gpuboard.launch.stalls.waits import (
     DEFAULT_GROUP,
@@ -51,6 +51,12 @@ UNEVEN_INPUTS = (
     "torch.distributed.algorithms.Join, or the same number of steps on every rank"
 )
 INIT_ONCE = "call init_process_group once in each process; new_group() makes further groups"
+_SAME_CALLS = "every rank must call the same collectives in the same order, with the same shapes and dtypes"
+_CHECK_NETWORK = (
+    "check the network: `gpuboard launch --preflight-only`, firewall, interface (GLOO_SOCKET_IFNAME, "
+    "NCCL_SOCKET_IFNAME)"
+)
+_ONE_STORE = "leave MASTER_ADDR and MASTER_PORT as they are, and call init_process_group without init_method"
 _MATCHING = "every recv needs a send by the other rank, which must not wait itself: change the order on one of them"
 
 
@@ -96,6 +102,7 @@ def diagnose(activities: Mapping[int, Activity], store: StoreProcess | None = No
             _mismatch(at_same, activities)
             or _other_roots(at_same)
             or _unmatched(at_same, waits, activities)
+            or _other_calls(activities)
             or _network(at_same)
         )
     return _cycle(waits, activities)
@@ -265,7 +272,8 @@ def _behind(ones: list[Activity], waits: Mapping[int, frozenset[int]], activitie
             UNEVEN_INPUTS,
             sure=True,
         )
-    absent = [one for one in ones if activities_in_init(waits, activities) and not one.status.joined]
+    initializing = any(activities[rank].doing == "init" and activities[rank].call != "new_group" for rank in waits)
+    absent = [one for one in ones if initializing and not one.status.joined]
     named = absent or ones
     parts = [f"{one.status.label}, which {is_at(one, bool(absent))}{lock(one, activities)[0]}" for one in named[:NAMED]]
     if len(named) > NAMED:
@@ -281,11 +289,6 @@ def _behind(ones: list[Activity], waits: Mapping[int, frozenset[int]], activitie
     )
 
 
-def activities_in_init(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activity]) -> bool:
-    """Whether any rank waits in init_process_group."""
-    return any(activities[rank].doing == "init" for rank in waits)
-
-
 def _behind_remedy(one: Activity, activities: Mapping[int, Activity]) -> str:
     if (remedy := lock(one, activities)[1]) != "":
         return remedy
@@ -298,13 +301,12 @@ def _behind_remedy(one: Activity, activities: Mapping[int, Activity]) -> str:
 
 def _mismatch(ones: list[Activity], activities: Mapping[int, Activity]) -> Stall | None:
     """Return the verdict if ranks called different collectives with the same number, None if they agree."""
-    group = next((one.group for one in ones if one.group is not None), None)
-    found = difference_at(group.name, group.enqueued, activities) if group else None
+    newest = dict.fromkeys((one.group.name, one.group.enqueued) for one in ones if one.group is not None)
+    found = next((found for name, seq in newest if (found := difference_at(name, seq, activities))), None)
     if found is None:
         return None
     words, suspects, others = found
-    remedy = "every rank must call the same collectives in the same order, with the same shapes and dtypes"
-    return _differ(suspects or others, f"because {words}", remedy, node=_suspect(suspects))
+    return _differ(suspects or others, f"because {words}", _SAME_CALLS, node=_suspect(suspects))
 
 
 def elsewhere(statuses: Sequence[RankStatus], evidence: Mapping[int, RankEvidence]) -> dict[int, str]:
@@ -364,6 +366,23 @@ def _unmatched(
     )
 
 
+def _other_calls(activities: Mapping[int, Activity]) -> Stall | None:
+    """Return the verdict if ranks wait in different calls, or at different places, and what some of them called cannot
+    be read. It is uncertain: a rank may be one collective ahead of another."""
+    ones = [one for one in activities.values() if one.doing == "collective" and one.peer is None and not one.process]
+    if len({(one.call, one.place) for one in ones}) < 2 or all(one.current for one in ones):
+        return None
+    where = waiting({one.status.rank: frozenset() for one in ones}, activities)
+    return Stall(
+        "stall-mismatch",
+        tuple(one.status.rank for one in ones),
+        None,
+        f"because the ranks wait in different calls, as far as their stacks show{where}",
+        f"{_SAME_CALLS}; if they do, {_CHECK_NETWORK}",
+        cpu=max(map(cpu, ones)),
+    )
+
+
 def _differ(ones: list[Activity], words: str, remedy: str, *, node: str | None = None, sure: bool = True) -> Stall:
     return Stall("stall-mismatch", tuple(one.status.rank for one in ones), node, words, remedy, sure=sure)
 
@@ -381,14 +400,14 @@ def _network(ones: list[Activity]) -> Stall:
             "give every process of a group its own rank, and their number as world_size; or call the training function "
             "once in each rank, with RANK and WORLD_SIZE from the environment",
         )
-    if not any(one.status.joined for one in ones):
+    joined = any(one.status.joined for one in ones)
+    if not joined and all(one.evidence and connects_to_store(one.evidence.stack, one.evidence.source) for one in ones):
         return Stall(
             "stall-network",
             tuple(one.status.rank for one in ones),
             None,
-            f"in {ones[0].call or 'init_process_group'}{at_place(ones[0])}: {ranks_label(ones)} "
-            "have not connected to the store of this run",
-            "leave MASTER_ADDR and MASTER_PORT as they are, and call init_process_group without init_method",
+            f"in {ones[0].call}{at_place(ones[0])}: {ranks_label(ones)} have not connected to the store of this run",
+            _ONE_STORE,
         )
     initializing = [one for one in ones if one.doing == "init" and one.call != "new_group"]
     if again := [one for one in initializing if one.evidence is not None and one.evidence.collectives]:
@@ -405,14 +424,20 @@ def _network(ones: list[Activity]) -> Stall:
         between += f" and {len(nodes) - 4} more"
     if len(nodes) == 1:
         between = f"the connections between the ranks on {clean(nodes[0], 60)}"
+    inside = collective(ones[0]) if ones[0].doing == "collective" else ones[0].call or "init_process_group"
+    cause, remedy = f", so {between} may not deliver", _CHECK_NETWORK
+    if all(one.current for one in ones):
+        cause = f" with equal arguments{cause}"
+    elif ones[0].doing == "collective" and ones[0].peer is None:
+        cause = f"; without a flight recorder shapes and dtypes are unknown: they differ, or {between} may not deliver"
+        remedy = f"{_SAME_CALLS}; if they do, {_CHECK_NETWORK}"
+    elif initializing and not joined:
+        cause, remedy = f"; they use different stores, or {between} may not deliver", f"{_ONE_STORE}; {_CHECK_NETWORK}"
     return Stall(
         "stall-network",
         tuple(one.status.rank for one in ones),
         None,
-        f"in {collective(ones[0]) if ones[0].doing == 'collective' else ones[0].call or 'init_process_group'}"
-        f"{at_place(ones[0])}: {ranks_label(ones)} take part with equal arguments, "
-        f"so {between} may not deliver",
-        "check the network: `gpuboard launch --preflight-only`, firewall, interface (GLOO_SOCKET_IFNAME, "
-        "NCCL_SOCKET_IFNAME)",
+        f"in {inside}{at_place(ones[0])}: {ranks_label(ones)} take part{cause}",
+        remedy,
         cpu=max(cpu(one) for one in ones),  # of ranks that wait for GPUs, which may still compute
     )

@@ -155,7 +155,7 @@ def _blockers(one: Activity, activities: Mapping[int, Activity]) -> set[int]:
         served = other.peer == one.status.rank and {one.call, other.call} == {"send", "recv"}
         return set() if served else {one.peer}
     if one.group is None:
-        return {rank for rank, other in others.items() if not other.waits}
+        return {rank for rank, other in others.items() if not other.waits or other.call == "new_group"}
     found = set()
     for rank, other in others.items():
         group = group_of(other, one.group.name)
