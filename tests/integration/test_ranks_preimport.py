@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.launch.rank import preimport, traceback_text
+from gpuboard.agent.launch.rank import module_search, preimport, traceback_text
 from tests.integration.ranks_driver import Node, go, launch_config
 
 SET = "import os\nos.environ['PROBE'] = 'set'\n"
@@ -73,12 +76,39 @@ def test_torch_sees_the_variables_that_its_importer_sets_first(folder: Path) -> 
 def test_code_that_may_change_the_environment(
     folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, changes: bool
 ) -> None:
-    monkeypatch.setattr(preimport, "traceback_text", traceback_text, raising=False)  # the rank's stub does this
+    for module in (module_search, traceback_text):  # the rank's stub does this
+        monkeypatch.setattr(preimport, module.__name__.rpartition(".")[2], module, raising=False)
     monkeypatch.chdir(folder)
     Path("script.py").write_text(script)
     assert preimport.changes_environment("script", "script.py") is changes
     assert preimport.changes_environment("module", "script") is changes
     assert preimport.changes_environment("script", os.path.abspath("script.py")) is changes
+
+
+class Editable:
+    """A finder of its own, as editable installs add one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._folder = str(folder / "__init__.py"), str(folder)
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+        """Return the spec of the installed package."""
+        if name != "lab":
+            return None
+        return spec_from_file_location(name, self._file, submodule_search_locations=[self._folder])
+
+
+def test_an_editable_install_is_code_of_the_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (module_search, traceback_text):
+        monkeypatch.setattr(preimport, module.__name__.rpartition(".")[2], module, raising=False)
+    (folder / "src/elsewhere").mkdir(parents=True)
+    monkeypatch.chdir(folder / "src")
+    for name, text in {"__init__": "", "train": "from . import variables\nimport torch", "variables": SET}.items():
+        (folder / f"src/elsewhere/{name}.py").write_text(text)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable(folder / "src/elsewhere")])
+    assert preimport.changes_environment("module", "lab.train")
+    assert preimport.changes_environment("function", "lab.train:main")
+    assert not preimport.changes_environment("module", "lab")
 
 
 def test_files_that_replace_modules_of_torch_are_imported_by_it(folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,60 @@ def test_files_of_the_folder_do_not_replace_the_modules_of_python(tmp_path: Path
     (tmp_path / "json.py").write_text("raise ImportError('not for preflight')\n")
     (tmp_path / "train.py").touch()
     done = subprocess.run(
-        [sys.executable, "-c", preflight._SCRIPT, "script", "train.py"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", preflight.script(), "script", "train.py"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["target_sha256"] is not None
+
+
+# A finder of its own, as editable installs add one in a .pth file
+EDITABLE = """\
+import sys
+from importlib.util import spec_from_file_location
+
+class Editable:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "lab":
+            return spec_from_file_location(name, {0!r} + "/__init__.py", submodule_search_locations=[{0!r}])
+
+sys.meta_path.append(Editable)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "error"),
+    [
+        ("module", "lab.train", None),
+        ("function", "lab.train:main", None),
+        ("module", "lab", None),
+        ("module", "lab.nothing", "no module named lab.nothing"),
+        ("module", "lab.train.deep", "no module named lab.train.deep"),
+        ("module", "packed.train", None),
+        ("module", "packed", "no module named packed.__main__"),
+        ("module", "empty", "no module named empty.__main__"),
+        ("module", "this", None),
+        ("script", "empty", "a folder without __main__.py"),
+    ],
+)
+def test_a_target_is_found_where_python_finds_it(tmp_path: Path, kind: str, name: str, error: str | None) -> None:
+    for file in ("src/lab/__init__.py", "src/lab/__main__.py", "src/lab/train.py", "here/empty/notes.txt"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    (tmp_path / "sitecustomize.py").write_text(EDITABLE.format(str(tmp_path / "src/lab")))
+    with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
+        archive.writestr("packed/__init__.py", "raise ImportError('packages are not imported')")
+        archive.writestr("packed/train.py", "")
+    done = subprocess.run(
+        [sys.executable, "-c", preflight.script(), kind, name],
+        cwd=tmp_path / "here",
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{tmp_path / 'code.zip'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts.get("target_error"), facts["target_sha256"] is None) == (error, error is not None)
 
 
 def test_a_program_whose_interpreter_is_missing_is_refused(tmp_path: Path) -> None:

@@ -17,23 +17,17 @@ if MYPY:
 
 # Run by the training interpreter. It finds torch without importing it (1.75 s): it executes version.py only, and reads
 # NCCL's version from the folder name of its package.
-_SCRIPT = r"""
+_HEAD = """
 import sys
 if sys.path[:1] == [""]:
     del sys.path[0]  # files of the folder, such as a json.py, must not replace Python's modules here
-import glob, hashlib, importlib.machinery as machinery, json, os, re
+"""
+_COLLECT = r"""
+import glob, hashlib, json, os, re
 kind, name = sys.argv[1:3]
-def find(path, search):
-    spec = None
-    for part in path.split("."):
-        spec = machinery.PathFinder.find_spec(part, search)
-        if spec is None:
-            return None
-        search = spec.submodule_search_locations
-    return spec
 facts = {"python": sys.executable, "python_version": "%d.%d.%d" % sys.version_info[:3], "torch": None,
          "torch_error": None, "torch_cuda": None, "nccl": None, "target_sha256": None}
-spec = find("torch", sys.path)
+spec = next(specs("torch", sys.path), None)
 if spec is not None and spec.origin:
     folder = os.path.dirname(spec.origin)
     space = {}
@@ -48,19 +42,29 @@ if spec is not None and spec.origin:
     facts["torch_cuda"] = space.get("cuda")
     for found in glob.glob(os.path.join(os.path.dirname(folder), "nvidia_nccl_cu*.dist-info")):
         facts["nccl"] = re.sub(r".*-(.*)\.dist-info", r"\1", found)
-target = name
-if kind != "script":
-    spec = find(name.partition(":")[0], [os.getcwd()] + sys.path)
+def find(module):
+    found = list(specs(module, [os.getcwd()] + sys.path))
+    return found[-1] if len(found) > module.count(".") else None
+def read():
+    if kind == "script":
+        if os.path.isdir(name) and not os.path.exists(os.path.join(name, "__main__.py")):
+            raise OSError(0, "a folder without __main__.py")
+        with open(os.path.join(name, "__main__.py") if os.path.isdir(name) else name, "rb") as file:
+            return file.read()
+    module = name.partition(":")[0]
+    spec = find(module)
     if spec is not None and spec.submodule_search_locations and kind == "module":
-        spec = find("__main__", spec.submodule_search_locations)
-    target = spec.origin if spec is not None else None
-if target and os.path.isdir(target):
-    target = os.path.join(target, "__main__.py")
+        module += ".__main__"
+        spec = find(module)
+    if spec is None:
+        raise OSError(0, "no module named " + module)
+    return spec.loader.get_data(spec.origin)
 try:
-    with open(target or "", "rb") as file:
-        facts["target_sha256"] = hashlib.sha256(file.read()).hexdigest()
+    facts["target_sha256"] = hashlib.sha256(read()).hexdigest()
 except OSError as error:
-    facts["target_error"] = error.strerror if target else "no module named %s" % name.partition(":")[0]
+    facts["target_error"] = error.strerror
+except Exception:
+    pass  # it has no file: the rank imports it in its own way
 print(json.dumps(facts))
 """
 _SCRIPT_S = 10.0  # timeout: a cold interpreter on a network file system is slow, a container more so
@@ -112,9 +116,14 @@ def _program_facts(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict
     return facts
 
 
+def script() -> str:
+    """Return the source that collects the facts of Python, torch and the target."""
+    return _HEAD + start.module_source("gpuboard.agent.launch.rank.module_search") + _COLLECT
+
+
 def _run_script(config: "Dict[str, Any]", environ: "Dict[str, str]") -> "Dict[str, Any]":
     target = config["target"]
-    line = start.command(config, environ, ["-c", _SCRIPT, target["kind"], target["name"]])
+    line = start.command(config, environ, ["-c", script(), target["kind"], target["name"]])
     try:
         done = subprocess.run(
             line,

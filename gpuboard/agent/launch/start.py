@@ -42,7 +42,7 @@ m.main(globals(),d["worker_channel"].WorkerChannel(%(channel)d,p["config"]),p["c
 """
 
 # in the order in which they need another
-_WORKER_MODULES = ("traceback_text", "exception", "preimport", "torch_hooks", "recorder")
+_WORKER_MODULES = ("traceback_text", "exception", "module_search", "preimport", "torch_hooks", "recorder")
 
 # Variables that gpuboard sets for each rank: values from the caller's environment are stale.
 _SET_PER_RANK = (

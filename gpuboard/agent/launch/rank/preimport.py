@@ -4,15 +4,14 @@ This source is executed in the rank, before the target.
 """
 
 import ast
-import importlib.machinery
 import os
 import sys
 
 MYPY = False
 if MYPY:
-    from typing import Dict, Iterator, List, Optional, Set, Tuple, Union
+    from typing import Dict, Iterator, List, Set, Tuple, Union
 
-    from gpuboard.agent.launch.rank import traceback_text
+    from gpuboard.agent.launch.rank import module_search, traceback_text
 
     Import = Union[ast.Import, ast.ImportFrom]
 
@@ -86,12 +85,12 @@ def _walk(file: str, search: "List[str]", seen: "Dict[str, None]") -> "Tuple[boo
         for node in ast.walk(statement):
             if not isinstance(node, (ast.Import, ast.ImportFrom)):
                 continue
-            for module in _names(node, file, search):
-                if module.partition(".")[0] == "torch":
+            for module, places in _imports(node, file, search):
+                if module.partition(".")[0] == "torch" and places is search:
                     if node is statement:  # executed for certain
                         return False, True
                     continue
-                for imported in _files(module, search):
+                for imported in _files(module, places):
                     changed, has_torch = _walk(imported, search, seen)
                     if changed or (has_torch and node is statement):
                         return changed, has_torch
@@ -125,25 +124,19 @@ def _only_read(node: ast.expr, above: "Dict[ast.AST, ast.AST]") -> bool:
     return isinstance(user, (ast.Compare, ast.Dict, ast.For, ast.comprehension))
 
 
-def _names(node: "Import", file: str, search: "List[str]") -> "Iterator[str]":
-    """Yield the full names of the modules that an import statement may load."""
+def _imports(node: "Import", file: str, search: "List[str]") -> "Iterator[Tuple[str, List[str]]]":
+    """Yield the modules that an import statement may load, each with the folders in which it is looked for."""
     if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
+        yield from ((alias.name, search) for alias in node.names)
         return
-    base = node.module or ""
     if node.level:
-        folder = os.path.dirname(os.path.abspath(file))
-        for _ in range(node.level - 1):
+        folder = os.path.abspath(file)
+        for _ in range(node.level):
             folder = os.path.dirname(folder)
-        for entry in search:
-            inside = os.path.relpath(folder, entry)
-            if not inside.startswith("."):
-                base = ".".join([*inside.split(os.sep), *([base] if base else [])])
-                break
-        else:
-            return
-    yield base
-    yield from ("%s.%s" % (base, alias.name) for alias in node.names)
+        search = [folder]
+    if node.module:
+        yield node.module, search
+    yield from ((".".join(filter(None, (node.module, alias.name))), search) for alias in node.names)
 
 
 def _files(module: str, search: "List[str]", run: bool = False) -> "List[str]":
@@ -151,18 +144,9 @@ def _files(module: str, search: "List[str]", run: bool = False) -> "List[str]":
 
     ``run``: as ``python -m`` does.
     """
-    found = []
-    parts = module.split(".")
-    places: "Optional[List[str]]" = search
-    for at, part in enumerate(parts):
-        spec = importlib.machinery.PathFinder.find_spec(part, places)
-        if spec is None:
-            break
-        if spec.origin and not traceback_text.is_library(spec.origin):
-            found.append(spec.origin)
-        places = spec.submodule_search_locations and list(spec.submodule_search_locations)
-        if places is None:
-            break
-        if run and at == len(parts) - 1:
-            found.append(os.path.join(places[0], "__main__.py"))
-    return found
+    found = list(module_search.specs(module, search))
+    if run and found and found[-1].submodule_search_locations and len(found) > module.count("."):
+        found = list(module_search.specs(module + ".__main__", search))
+    return [
+        one.origin for one in found if one.has_location and one.origin and not traceback_text.is_library(one.origin)
+    ]
