@@ -42,9 +42,9 @@ HELP = "start distributed PyTorch, one rank per GPU; explain failures"
 _CLOSED = "stdout is closed, which does not end the run: the rest of the ranks' output is in its logs only"
 _EPILOG = """\
 TARGET is a script (train.py), a module (-m package.module), or a function
-(package.module:function) that each rank calls inside the process group; with
---no-python any program. TARGET gets all arguments after it, so options of
-gpuboard come first.
+(package.module:function) that each rank calls inside the process group, and
+that takes the arguments or parses sys.argv; with --no-python any program.
+TARGET gets all arguments after it, so options of gpuboard come first.
 
 GPUs come from the first of these that is given: --rank-map; --lease; --gpus;
 the lease of this shell (GPUBOARD_LEASE; --n takes N of its GPUs); --n; all GPUs

@@ -208,13 +208,34 @@ def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None
     for part in path.split("."):
         function = getattr(function, part)
     distributed = _join(config).distributed  # the function's module may set variables that torch reads
-    try:
-        inspect.signature(function).bind(*args)
-    except TypeError:
-        args = []  # it parses sys.argv, like a main() with argparse
-    function(*args)
+    result = function(*(args if _takes(function, args) else ()))
+    if inspect.iscoroutine(result):
+        result.close()  # Python would warn that it was never awaited
+        raise TypeError("%s is a coroutine function; name a function that calls asyncio.run() with it" % name)
     if distributed.is_initialized():  # unless the function has done it
         distributed.destroy_process_group()
+    if type(result) is int and 0 < result < 256:  # as a console script; a larger one is a number of steps
+        sys.exit(result)
+
+
+def _takes(function: "Any", args: "List[str]") -> bool:
+    """Return whether a function takes the words of the command line as arguments: else it parses ``sys.argv``, like a
+    ``main(argv=None)`` with argparse, or one that hydra has wrapped."""
+    import inspect
+
+    options = any(word.startswith("-") for word in args)
+    try:
+        for follow in (True, False):
+            bound = inspect.signature(function, follow_wrapped=follow).bind(*args)
+            for parameter in (bound.signature.parameters[name] for name in bound.arguments):
+                optional = (
+                    parameter.default is not inspect.Parameter.empty or parameter.kind is parameter.VAR_POSITIONAL
+                )
+                if (optional and options) or isinstance(parameter.default, (type(None), list, tuple)):
+                    return False
+    except (TypeError, ValueError):  # of another number, or it has no signature
+        return False
+    return True
 
 
 def _run_links(channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
