@@ -181,6 +181,12 @@ WARNED = [
     ),
     (
         """
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+        """,
+        {"fixed GPUs": "train.py:1 sets CUDA_VISIBLE_DEVICES to 0,1"},
+    ),
+    (
+        """
         os.environ["RANK"] = "0"
         def setup():
             os.environ.update({"WORLD_SIZE": "1", "MASTER_ADDR": "localhost"})
@@ -236,17 +242,20 @@ def test_what_is_known_to_fail_is_reported_with_its_line(tmp_path: Path, script:
 
 
 @pytest.mark.parametrize(
-    ("variable", "alone", "cause"),
+    ("variable", "alone", "what", "cause"),
     [
-        ("RANK", "0", "several ranks would be the same one"),
-        ("LOCAL_RANK", "0", "all ranks of a node would use the same GPU"),
-        ("WORLD_SIZE", "1", "with another number of ranks init_process_group fails, or waits"),
+        ("RANK", "0", "RANK", "several ranks would be the same one"),
+        ("LOCAL_RANK", "0", "RANK", "all ranks of a node would use the same GPU"),
+        ("WORLD_SIZE", "1", "RANK", "with another number of ranks init_process_group fails, or waits"),
+        ("CUDA_VISIBLE_DEVICES", "0", "GPUs", "the ranks would use these GPUs in place of those that were chosen"),
     ],
 )
-def test_a_fixed_variable_is_explained_by_its_own_name(tmp_path: Path, variable: str, alone: str, cause: str) -> None:
+def test_a_fixed_variable_is_explained_by_its_own_name(
+    tmp_path: Path, variable: str, alone: str, what: str, cause: str
+) -> None:
     (tmp_path / "train.py").write_text(f"{IMPORTS}os.environ['{variable}'] = '3'\n")
     (check,) = script_checks(Target("script", "train.py"), tmp_path)
-    assert (check.name, check.status) == ("script: fixed RANK", "warn")
+    assert (check.name, check.status) == (f"script: fixed {what}", "warn")
     assert check.cause.startswith(cause)
     assert check.remedy.startswith(f"delete that line: gpuboard launch sets {variable} for each rank; ")
     assert check.remedy.endswith(f'os.environ.setdefault("{variable}", "{alone}")')
@@ -313,6 +322,13 @@ CORRECT = {
                 os.environ["RANK"] = "0"
             if args.spawn:
                 mp.spawn(worker, args=(2,), nprocs=2)
+    """,
+    "no GPU, or a GPU for plain python": """
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+        if "RANK" not in os.environ:
+            os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     """,
     "a RANK where there is one GPU": """
         def main():

@@ -42,6 +42,7 @@ _CONSTANTS = {
 _SELDOM = (ast.ExceptHandler, ast.match_case, ast.Lambda, ast.comprehension, ast.ListComp, ast.SetComp, ast.DictComp,
            ast.GeneratorExp, ast.Assert)  # fmt: skip
 _FIXED_URL = re.compile(r"tcp://.*:\d+/?$")
+_WITHOUT_GPUS = {("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1")}  # for the CPU: takes no other GPUs
 _CALLS = 20  # of one function in another that are looked at: bounds the time for a generated file
 _LOSS = re.compile(r"(^|[._])loss(es)?$", re.IGNORECASE)
 
@@ -102,8 +103,9 @@ def _fixed_port(tree: ScriptTree) -> Found:
             yield node.lineno, f"sets MASTER_PORT to {value}"
 
 
-def _fixed_rank(tree: ScriptTree, variable: str) -> Found:
-    sets = [(node, value) for node, name, value in _variables_set(tree) if name == variable]
+def _fixed_variable(tree: ScriptTree, variable: str) -> Found:
+    variables = _variables_set(tree)
+    sets = [(node, value) for node, name, value in variables if name == variable and (name, value) not in _WITHOUT_GPUS]
     if not sets:
         return
     exits = _first_exits(tree)
@@ -474,19 +476,31 @@ RULES = (
     ),
     *(
         Rule(
-            "script: fixed RANK",
-            partial(_fixed_rank, variable=variable),
+            f"script: fixed {what}",
+            partial(_fixed_variable, variable=variable),
             cause,
             f"delete that line: gpuboard launch sets {variable} for each rank; for plain python: "
             f'os.environ.setdefault("{variable}", "{alone}")',
         )
-        for variable, alone, cause in (
-            ("RANK", "0", "several ranks would be the same one, and init_process_group waits for the others"),
-            ("LOCAL_RANK", "0", "all ranks of a node would use the same GPU: NCCL refuses that, or memory runs out"),
+        for what, variable, alone, cause in (
+            ("RANK", "RANK", "0", "several ranks would be the same one, and init_process_group waits for the others"),
             (
+                "RANK",
+                "LOCAL_RANK",
+                "0",
+                "all ranks of a node would use the same GPU: NCCL refuses that, or memory runs out",
+            ),
+            (
+                "RANK",
                 "WORLD_SIZE",
                 "1",
                 "with another number of ranks init_process_group fails, or waits for ranks that do not exist",
+            ),
+            (
+                "GPUs",
+                "CUDA_VISIBLE_DEVICES",
+                "0",
+                "the ranks would use these GPUs in place of those that were chosen and checked; others may use them",
             ),
         )
     ),
