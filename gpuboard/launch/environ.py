@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gpuboard.errors import UsageError
 from gpuboard.model.text import quoted
@@ -71,6 +71,17 @@ def of_job(env: Mapping[str, str]) -> dict[str, str]:
 def stale(env: Mapping[str, str]) -> list[str]:
     """Return the names in ``env`` that are left from another launcher and that launch overwrites."""
     return [name for name in OWN if name in env]
+
+
+def ignored_gpus(env: Mapping[str, str], here: Collection[str]) -> str:
+    """Return CUDA_VISIBLE_DEVICES of ``env`` if it selects other GPUs than the ranks on this machine get, else "".
+
+    ``here``: what launch sets on this machine. In a lease's shell and in a Slurm job it is of that lease or job.
+    """
+    value = env.get("CUDA_VISIBLE_DEVICES", "")
+    return (
+        "" if value in here or not any(here) or not env.keys().isdisjoint({"GPUBOARD_LEASE", "SLURM_JOB_ID"}) else value
+    )
 
 
 def redacted(environ: Mapping[str, str]) -> dict[str, str]:

@@ -426,6 +426,30 @@ def test_warnings_about_the_script_are_results_of_preflight(tmp_path: Path) -> N
         assert [check["name"] for check in kept if check["status"] == "warn"] == ["script: fixed port"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "ignored"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "1,2"}, True),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, False),
+        ({"CUDA_VISIBLE_DEVICES": "1,2", "GPUBOARD_LEASE": "k3f9"}, False),
+    ],
+)
+def test_other_gpus_in_the_environment_are_not_ignored_silently(
+    tmp_path: Path, variables: dict[str, str], ignored: bool
+) -> None:
+    node = {"name": socket.gethostname().partition(".")[0], "address": "127.0.0.1", "node_rank": 0}
+    node |= {"local_world_size": 2, "cuda_visible_devices": "0,1"}
+    ranks = [{"rank": r, "node": node["name"], "local_rank": r, "index": r, "uuid": f"GPU-{r}"} for r in (0, 1)]
+    rank_map = {"schema": 1, "lease": None, "master_addr": "127.0.0.1", "master_port": 0, "world_size": 2}
+    (tmp_path / "gpus.json").write_text(json.dumps({**rank_map, "nodes": [node], "ranks": ranks}))
+    options = ("--device", "cuda", "--rank-map", "gpus.json", "--dry-run")
+    with Launch(tmp_path, SLEEP, *options, env=variables) as run:
+        assert run.wait() == 0, run.text["err"]
+        message = "gpuboard: ignoring CUDA_VISIBLE_DEVICES=1,2 from your environment; choose GPUs with --gpus\n"
+        assert run.text["err"] == (message if ignored else "")
+
+
 def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
     with Launch(tmp_path, FIXED_PORT, "--dry-run", "--json") as run:
         assert run.wait() == 0

@@ -26,7 +26,7 @@ from gpuboard.cli.use.planned import planned, without_gpus
 from gpuboard.errors import NoSuchLease, Refused, UsageError
 from gpuboard.launch.parent_watch import Lifeline
 from gpuboard.model.request import Request
-from gpuboard.model.text import quoted
+from gpuboard.model.text import clean, quoted
 from gpuboard.model.units import parse_duration
 
 if TYPE_CHECKING:
@@ -214,6 +214,9 @@ def _launch(
             environ=sent,
             options=options,
         )
+        here = [config.cuda_visible_devices for config in decided.nodes if nodes[config.node].host is None]
+        if ignored := environ.ignored_gpus(context.env, here):
+            report(f"ignoring CUDA_VISIBLE_DEVICES={clean(ignored, 80)} from your environment; choose GPUs with --gpus")
         warnings = script_checks(parsed, Path(context.folder()))
         if args.dry_run:
             checks = msgspec.to_builtins(warnings)
