@@ -12,6 +12,7 @@ from gpuboard.errors import UsageError
 
 _DOTTED = r"[^\W\d]\w*(?:[.][^\W\d]\w*)*"
 LINKS = "gpuboard:links"  # of `gpuboard doctor --nccl`; its source is sent to the nodes
+_LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")
 _FUNCTION = re.compile(rf"{_DOTTED}:{_DOTTED}")
 
 
@@ -50,6 +51,8 @@ def parse_target(words: Sequence[str], *, program: bool = False) -> Target:
         return Target("builtin", name, args)
     if _FUNCTION.fullmatch(name):
         return Target("function", name, args)
+    if _LAUNCHER.fullmatch(name):
+        raise UsageError(f"launch takes the place of {name}: pass only the script, or -m module, and its arguments")
     if ":" in name and not name.endswith(".py"):
         raise UsageError(f"{name!r} is neither a script nor package.module:function")
     return Target("script", name, args)

@@ -42,6 +42,7 @@ def planned(rank_map: RankMap = MAP, **changes: object) -> LaunchPlan:
         (["train.py"], Target("script", "train.py")),
         (["--", "train.py", "--", "-x"], Target("script", "train.py", ["--", "-x"])),
         (["out/3:4.py"], Target("script", "out/3:4.py")),
+        (["./torchrun"], Target("script", "./torchrun")),
         (["pkg.mod:main", "1"], Target("function", "pkg.mod:main", ["1"])),
         (["pkg.mod:Class.run"], Target("function", "pkg.mod:Class.run")),
         (["-m", "pkg.mod", "--n", "3"], Target("module", "pkg.mod", ["--n", "3"])),
@@ -67,6 +68,8 @@ def test_a_program_is_a_target_of_its_own() -> None:
         (["-m", "train.py/x"], "needs a module"),
         (["--lr", "3"], "--lr is not an option of launch"),
         (["a b:c"], "neither a script nor"),
+        (["torchrun", "--nproc_per_node", "2", "train.py"], "launch takes the place of torchrun: pass only the script"),
+        (["python3.11", "train.py"], "launch takes the place of python3.11"),
     ],
 )
 def test_invalid_targets(words: list[str], message: str) -> None:
