@@ -381,7 +381,7 @@ def test_a_rank_that_alone_makes_a_group_waits_for_the_others() -> None:
         "because the ranks wait for each other: rank 0 (gpu01:0) waits in all_reduce (collective 12) at train.py:55 in "
         "step for rank 1; rank 1 (gpu01:1) waits in new_group at train.py:41 in load_batch for rank 0"
     )
-    assert found.remedy.startswith("every rank must call new_group")
+    assert found.remedy.startswith("every rank must call new_group with the same ranks")
     assert verdict(bare(0), seen(1, NEW_GROUP)).words == found.words.replace(" (collective 12)", "")
     found = verdict(seen(0, NEW_GROUP), seen(1, LOAD), rank1=status(1, joined=False))
     assert found.words.startswith("for rank 1 (gpu01:1), which is at train.py:41"), "it has called init_process_group"

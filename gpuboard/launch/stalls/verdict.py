@@ -329,7 +329,7 @@ def _cycle(waits: Mapping[int, frozenset[int]], activities: Mapping[int, Activit
         f"because the ranks wait for each other: {'; '.join(parts)}",
         _MATCHING
         if transfers
-        else "every rank must call new_group, also one that is no member of the group"
+        else "every rank must call new_group with the same ranks, also one that is no member of the group"
         if any(one.call == "new_group" for one in ones)
         else "every rank must use its process groups in the same order",
     )
