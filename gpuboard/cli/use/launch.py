@@ -309,7 +309,7 @@ def _rank_map(
         with _reserved(args, context, detaching) as found:
             yield found
     else:
-        raise UsageError("no GPUs requested; pass --n N, --gpus GPUS, --lease ID or --rank-map FILE")
+        raise UsageError("no GPUs requested; pass --n N, --gpus GPUS, --lease ID or --rank-map FILE, before TARGET")
 
 
 def _of_lease(args: argparse.Namespace, context: Context) -> tuple[RankMap, str]:
