@@ -25,9 +25,13 @@ class Gate(msgspec.Struct, frozen=True):
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """A rank has connected to the store: from now on it and the other ranks depend on each other."""
+    """A rank has connected to the store: from now on it and the other ranks depend on each other.
+
+    ``all_ranks`` False: its process group has another number of ranks than the run, so that it may not need them all.
+    """
 
     rank: Count
+    all_ranks: bool = True
 
 
 class Store(msgspec.Struct, frozen=True):

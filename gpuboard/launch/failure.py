@@ -40,6 +40,7 @@ class FailureWatch:
         self.ranks = {rank: RankView(rank, node, r.local_rank, r.index) for rank, (node, r) in sorted(ranks.items())}
         self.exits: dict[int, events.Exited] = {}
         self.joined: set[int] = set()
+        self._apart: set[int] = set()  # ranks whose process group has another number of ranks than the run
         self._left: dict[int, tuple[float, int]] = {}  # ranks that ended without an exception → when, exit code
         self._exit_places: dict[int, tuple[int, str]] = {}  # rank → the code of its sys.exit(), and where
         self.ended_nodes: set[str] = set()
@@ -75,6 +76,8 @@ class FailureWatch:
             self._set(event.rank, state="gate")
         elif isinstance(event, events.Joined):
             self.joined.add(event.rank)
+            if not event.all_ranks:
+                self._apart.add(event.rank)
         elif isinstance(event, events.Leaving):
             self._left[event.rank] = now, event.code
             self._exit_places[event.rank] = event.code, clean(event.place, 400)
@@ -459,7 +462,7 @@ class FailureWatch:
         gone = [r for r, e in self.exits.items() if e.code == 0 and r not in self.joined and r not in self._raised]
         if not gone or any(c.rank in gone for c in self._candidates):
             return
-        waiting = sorted(self.joined - self.exits.keys())
+        waiting = sorted(self.joined - self._apart - self.exits.keys())
         if waiting:
             text = (
                 f"{self._where(gone[0])} ended with exit code 0 before init_process_group; "

@@ -155,6 +155,36 @@ def test_ranks_exit_with_0_while_gloo_threads_still_hold_tensors(tmp_path: Path)
         assert node.text(rank=0).count("starved") >= 3
 
 
+WORLDS = """
+import os, sys, time, torch
+from torch import distributed
+
+world = int(sys.argv[1])
+os.environ.update(RANK=str(int(os.environ["RANK"]) % world), WORLD_SIZE=str(world))
+distributed.init_process_group("gloo")
+distributed.all_reduce(torch.ones(1))
+print("trained", flush=True)
+while not os.path.exists("end"):
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_only_process_groups_of_all_ranks_are_compared(tmp_path: Path, world: int) -> None:
+    """Ranks may be worlds of their own, such as trials of a search: their collectives have nothing in common."""
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    with Node(launch_config(tmp_path, "worlds.py", str(world), count=2)) as node:
+        node.start()
+        node.wait(lambda n: all("trained" in n.text(rank=rank) for rank in (0, 1)))
+        both = world == 2
+        assert [told["all_ranks"] for told in node.data("joined")] == [both, both]
+        assert sorted(one["rank"] for one in node.call("pace")["ranks"]) == ([0, 1] if both else [])
+        (tmp_path / "end").touch()
+        node.wait_ended()
+        calls = ["all_reduce of float 1"] if both else []
+        assert [told.get("calls", []) for told in node.data("leaving")] == [calls, calls]
+
+
 def test_a_function_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "library.py").write_text("")
     with Node(launch_config(tmp_path, "library:absent", kind="function", preimport=False)) as node:

@@ -520,6 +520,12 @@ def test_exit_0_before_init_is_a_failure_as_soon_as_another_waits() -> None:
     assert (failed.stop_reason, failed.exit_code()) == ("rank 1 failed", 1)
 
 
+def test_exit_0_before_init_is_none_where_the_group_does_not_need_the_rank() -> None:
+    done = feed(watch(), Exited(1, code=0), Joined(0, all_ranks=False), Joined(2, all_ranks=False))
+    done.tick(3600.0)
+    assert (done.cause, done.messages) == (None, [])
+
+
 def test_a_failure_after_the_end_of_the_script_is_told_from_one_in_it() -> None:
     late = "after its script had ended with 0: by an exit handler (atexit), a thread or native code"
     failed = feed(watch(), events.Leaving(1), Exited(1, code=9))

@@ -66,6 +66,7 @@ class Worker:
         self.started = time.monotonic()
         self.status: "Optional[int]" = None  # exit code, or minus the signal's number
         self.joined = False
+        self.all_ranks = True  # no process group of fewer is known
         self.at_gate = False  # it has imported torch
         assert process.stdout is not None and process.stderr is not None
         self.streams = [

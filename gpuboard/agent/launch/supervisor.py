@@ -297,7 +297,8 @@ class Supervisor:
         return _LATER
 
     def _pace(self, call: int, _args: "Dict[str, Any]") -> "Any":
-        ranks, received = self._watched(), time.time()
+        apart = {child.rank for child in self._workers.running() if not child.all_ranks}
+        ranks, received = [one for one in self._watched() if one[0] not in apart], time.time()
 
         def done(result: "Dict[str, Any]") -> None:
             self._channel.reply(call, dict(result, received=received, replied=time.time()))

@@ -213,8 +213,8 @@ class WorkerGroup:
                 child.at_gate = True
                 self._emit("gate", dict(message, rank=child.rank))
             elif kind == "joined":
-                child.joined = True
-                self._emit("joined", {"rank": child.rank})
+                child.joined, child.all_ranks = True, bool(message.get("all_ranks"))
+                self._emit("joined", dict(message, rank=child.rank))
             elif kind == "raised":
                 note = message.get("note")
                 found = evidence.child_death("%s %s" % (message.get("message"), note), self._killed_for_memory)

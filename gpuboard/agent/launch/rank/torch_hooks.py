@@ -58,9 +58,11 @@ class StoreWatch:
             elif "host_name" in kwargs:
                 kwargs["host_name"] = _store_host(self._state["store"], kwargs["host_name"], kwargs["port"])
             store = real(*args, **kwargs)
+            size = args[2] if len(args) > 2 else kwargs.get("world_size")
+            self._state["all_ranks"] = size in (None, self._state["world_size"])
             if not self._state["joined"]:
                 self._state["joined"] = True
-                self._channel.send({"t": "joined"})
+                self._channel.send({"t": "joined", "all_ranks": self._state["all_ranks"]})
             return store
 
         rendezvous.TCPStore = connect

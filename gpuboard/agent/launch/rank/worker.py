@@ -32,7 +32,7 @@ _RENDEZVOUS = ("init_process_group", "rendezvous", "_create_c10d_store")
 
 def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[str, Any]") -> None:
     """Run one rank. ``namespace`` is that of ``__main__``; exceptions of the target propagate as under python."""
-    state: "Dict[str, Any]" = {"importing": False, "joined": False}
+    state: "Dict[str, Any]" = {"importing": False, "joined": False, "all_ranks": False}
     # linecache must not open the file name of the outermost frame, should the script close all descriptors (start.py).
     linecache.cache[sys.argv[0]] = (0, None, [], sys.argv[0])
     channel.follow_forks()
@@ -49,6 +49,7 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
         channel.send({"t": "gate", "import_s": import_s})
         _pass_gate(channel, config)
         state["store"] = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        state["world_size"] = int(os.environ["WORLD_SIZE"])  # before the script changes it
         if config["kind"] == "script":
             _run_script(namespace, config["name"], config["args"])
         elif config["kind"] == "module":
@@ -77,8 +78,9 @@ def main(namespace: "Dict[str, Any]", channel: "WorkerChannel", config: "Dict[st
 
 
 def _calls(state: "Dict[str, Any]") -> "Dict[str, Any]":
-    """Return the collectives that this rank called: gloo may accept data of another size without an error."""
-    return recorder.own() if state["joined"] else {}
+    """Return the collectives that this rank called with all others: gloo may accept data of another size without an
+    error."""
+    return recorder.own() if state["all_ranks"] else {}
 
 
 def _wait_for_gloo() -> None:
@@ -330,7 +332,7 @@ def _send_report(
         phase = "train" if state["joined"] or _initialized() else "import"
     text = "".join(traceback.format_exception(type(error), error, trace))
     # Of torch, which raises them where ranks called different collectives, and where the connection was lost by that.
-    called = _calls(state) if isinstance(error, RuntimeError) else {}
+    called = recorder.own() if state["joined"] and isinstance(error, RuntimeError) else {}
     channel.send(
         dict(
             exception.describe(error, trace),
