@@ -31,6 +31,7 @@ COMMAND_LIMIT = 512  # characters of a command line that travel
 _ENVIRON_LIMIT = 8 * 1024 * 1024  # bytes; execve(2) takes 6 MiB at most
 TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_PF_EXITING = 4  # linux/sched.h; set before the files of a process are closed
 _boot_id = ""
 FIRST_PERSON = 1000  # UID_MIN where login.defs does not set it
 
@@ -144,6 +145,15 @@ def read_process(pid: int, root: str = "/proc") -> "Optional[ProcessStat]":
         return parse_stat(read("%s/%d/stat" % (root, pid)))
     except (OSError, ValueError, IndexError):
         return None
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process has begun to exit, or has ended."""
+    try:
+        fields = read("/proc/%d/stat" % pid).rpartition(b")")[2].split()
+        return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
+    except (OSError, ValueError, IndexError):
+        return True
 
 
 def read_environ(pid: int, root: str = "/proc") -> "Optional[List[bytes]]":

@@ -103,6 +103,12 @@ class Leaving(msgspec.Struct, frozen=True):
     place: str = ""
 
 
+class Disconnected(msgspec.Struct, frozen=True):
+    """A rank runs on without its channel, as after an exec: nothing reports whether it joins, raises or leaves."""
+
+    rank: Count
+
+
 class Exited(msgspec.Struct, frozen=True):
     """A rank's process has ended, with an exit code or by a signal. ``joined``: it had connected to the store.
 
@@ -179,6 +185,7 @@ LaunchEvent = (
     | Output
     | Raised
     | Leaving
+    | Disconnected
     | Exited
     | NodeEnded
     | Stopping
@@ -194,6 +201,7 @@ _TYPES: dict[str, type[LaunchEvent]] = {
     "output": Output,
     "raised": Raised,
     "leaving": Leaving,
+    "disconnected": Disconnected,
     "exited": Exited,
     "ended": NodeEnded,
     "stopping": Stopping,

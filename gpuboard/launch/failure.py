@@ -41,6 +41,7 @@ class FailureWatch:
         self.exits: dict[int, events.Exited] = {}
         self.joined: set[int] = set()
         self._apart: set[int] = set()  # ranks whose process group has another number of ranks than the run
+        self._disconnected: set[int] = set()  # ranks that run on without a channel: they may have joined
         self._left: dict[int, tuple[float, int]] = {}  # ranks that ended without an exception → when, exit code
         self._exit_places: dict[int, tuple[int, str]] = {}  # rank → the code of its sys.exit(), and where
         self.ended_nodes: set[str] = set()
@@ -78,6 +79,8 @@ class FailureWatch:
             self.joined.add(event.rank)
             if not event.all_ranks:
                 self._apart.add(event.rank)
+        elif isinstance(event, events.Disconnected):
+            self._disconnected.add(event.rank)
         elif isinstance(event, events.Leaving):
             self._left[event.rank] = now, event.code
             self._exit_places[event.rank] = event.code, clean(event.place, 400)
@@ -327,7 +330,7 @@ class FailureWatch:
             self._candidates,
             self._left,
             self.exits,
-            self.joined,
+            self.joined | self._disconnected,
             self.running,
             difference(statuses, self._collectives),
             last_calls(statuses, self._collectives),
@@ -443,7 +446,8 @@ class FailureWatch:
 
     def _code_text(self, rank: int, code: int) -> str:
         place = self._exit_place(rank, code)
-        return code_text(code, f"sys.exit() at {place}" if place else "", tells_exceptions=self._tells_exceptions)
+        tells = self._tells_exceptions and rank not in self._disconnected
+        return code_text(code, f"sys.exit() at {place}" if place else "", tells_exceptions=tells)
 
     def _on_store(self, event: events.Store, node: str, now: float) -> None:
         self._store_code = event.code
@@ -459,7 +463,8 @@ class FailureWatch:
         """Report a rank that exited with 0 before init while another has joined and would wait until its timeout."""
         if self.cause is not None or not self.joined:
             return
-        gone = [r for r, e in self.exits.items() if e.code == 0 and r not in self.joined and r not in self._raised]
+        maybe_joined = self.joined | self._disconnected
+        gone = [r for r, e in self.exits.items() if e.code == 0 and r not in maybe_joined and r not in self._raised]
         if not gone or any(c.rank in gone for c in self._candidates):
             return
         waiting = sorted(self.joined - self._apart - self.exits.keys())

@@ -283,6 +283,21 @@ def leave_a_thread(): threading.Thread(target=time.sleep, args=(0.3,)).start()
         assert ends == [(*end, False, None) for end in expected]
 
 
+def test_a_rank_that_runs_on_without_its_channel_is_told_from_one_that_ends(folder: Path) -> None:
+    script = """
+import os, sys, time
+def execute(): os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(0.3); {}['missing']"])
+def close(): os.closerange(3, 1000); time.sleep(0.3)
+def leave_at_once(): os._exit(1)
+def fail(): raise ValueError
+(execute, close, leave_at_once, fail)[int(os.environ["RANK"])]()
+"""
+    with node(folder, script, count=4) as here:
+        go(here)
+        assert [end["code"] for end in here.wait_ended()] == [1, 0, 1, 1]
+        assert sorted(told["rank"] for told in here.data("disconnected")) == [0, 1]
+
+
 def test_a_rank_has_dev_null_as_stdin_and_passes_no_descriptor_on(folder: Path) -> None:
     script = """
 import os, subprocess, sys

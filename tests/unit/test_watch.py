@@ -526,6 +526,18 @@ def test_exit_0_before_init_is_none_where_the_group_does_not_need_the_rank() -> 
     assert (done.cause, done.messages) == (None, [])
 
 
+def test_of_a_rank_without_a_channel_no_exception_and_no_init_is_known() -> None:
+    """As after os.execv, or where the script has closed all descriptors."""
+    cut = events.Disconnected(1)
+    failed = feed(watch(), cut, Exited(1, code=1))
+    assert failed.messages == ["rank 1 (gpu01:3) ended with exit code 1"]
+    done = feed(watch(), cut, Joined(0), Joined(2), Exited(1, code=0))
+    assert (done.cause, done.messages) == (None, [])
+    lost = feed(watch(), cut, Joined(0), Joined(2), Exited(1, code=0), RESET)
+    lost.tick(20.0)
+    assert lost.messages[0].startswith("rank 1 (gpu01:3) ended with exit code 0 in the middle of training; rank 2 lost")
+
+
 def test_a_failure_after_the_end_of_the_script_is_told_from_one_in_it() -> None:
     late = "after its script had ended with 0: by an exit handler (atexit), a thread or native code"
     failed = feed(watch(), events.Leaving(1), Exited(1, code=9))

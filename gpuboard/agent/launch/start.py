@@ -68,6 +68,7 @@ class Worker:
         self.joined = False
         self.all_ranks = True  # no process group of fewer is known
         self.at_gate = False  # it has imported torch
+        self.reports = False  # it is to send how its script ends
         assert process.stdout is not None and process.stderr is not None
         self.streams = [
             relay.Stream(os.dup(process.stdout.fileno()), rank, "out"),

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+from gpuboard.agent import proc
 from gpuboard.agent.event_loop import IN, OUT, Loop
 from gpuboard.agent.launch import CallRefused, evidence, output, scratch, start, teardown
 from gpuboard.agent.launch.stdin import Stdin
@@ -91,7 +92,9 @@ class WorkerGroup:
             task = {key: rank[key] for key in ("local_rank", "memory_fraction")}
             task.update({key: config[key] for key in ("device", "backend", "timeout_s", "preimport")}, **target)
             task["diagnostics"] = self.server_path(rank["rank"])
-            self._started(start.start_worker(config, environ, rank["rank"], "worker", task, shown))
+            child = start.start_worker(config, environ, rank["rank"], "worker", task, shown)
+            child.reports = True
+            self._started(child)
         return {str(child.rank): child.pid for child in self._ranks}
 
     def _started(self, child: "start.Worker") -> None:
@@ -201,6 +204,9 @@ class WorkerGroup:
         child.flush()
         if not self._receive(child):
             self._watch_link(child)
+        elif child.reports and not proc.is_exiting(child.pid):
+            child.reports = False
+            self._emit("disconnected", {"rank": child.rank})
 
     def _receive(self, child: "start.Worker") -> bool:
         """Process the messages of a child; return whether it has closed its link."""
@@ -216,12 +222,14 @@ class WorkerGroup:
                 child.joined, child.all_ranks = True, bool(message.get("all_ranks"))
                 self._emit("joined", dict(message, rank=child.rank))
             elif kind == "raised":
+                child.reports = False
                 note = message.get("note")
                 found = evidence.child_death("%s %s" % (message.get("message"), note), self._killed_for_memory)
                 if found is not None:
                     message["note"] = "%s, %s" % (note, found) if note else found
                 self._emit("raised", dict(message, rank=child.rank))
             elif kind == "leaving":
+                child.reports = False
                 self._emit("leaving", dict(message, rank=child.rank))
             elif kind == "measured":
                 self._emit("measured", dict(message, rank=child.rank))
