@@ -117,19 +117,19 @@ def reaped():
         raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
     _try_get_data()
 
-class Reset(ConnectionResetError):
-    @property
-    def exceptions(self):  # which the report reads: a signal arrives meanwhile
-        import signal
-        signal.raise_signal(signal.SIGUSR1)
-
 def interrupted():
     import signal
+    from multiprocessing import process
     def report(*_):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        process._children.clear()
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    class Sender:
+        @property
+        def pid(self):  # which is read while the report waits for its end: a signal arrives
+            signal.raise_signal(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, report)
-    raise Reset("by peer")
+    process._children.add(Sender())
+    received()
 
 def stopped():
     import signal
@@ -189,9 +189,16 @@ def pooled():
     with concurrent.futures.ProcessPoolExecutor(1) as pool:
         list(pool.map(item, range(8)))
 
+class ApiError(Exception):
+    def __getattr__(self, name):  # fails for each name that it lacks
+        return self.__dict__["info"][name]
+
+def strange():
+    raise ApiError("quota exceeded")
+
 every = (chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped, received, killed,
          interrupted, stopped, reaped, left, cleaned, retried, late,
-         listed, saved, pooled)
+         listed, saved, pooled, strange)
 every[int(os.environ["RANK"])]()
 """
 
@@ -202,7 +209,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=24) as here:
+    with node(folder, SCRIPT, count=25) as here:
         go(here)
         here.wait_ended()
         found = {data["rank"]: data for data in here.data("raised")}
@@ -283,9 +290,14 @@ def test_an_exception_of_a_signal_handler_meanwhile_is_reported(raised: tuple[st
         "RuntimeError",
         "DataLoader worker (pid 7) is killed by signal: Killed.",
         script,
-        "interrupted",
+        "received",
     ]
-    assert found[14]["note"].startswith("while handling Reset: by peer")
+    assert re.match(r"while handling \w+Error: ", found[14]["note"])
+
+
+def test_an_exception_whose_own_methods_fail_is_reported(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:
+    told = [raised[1][24][name] for name in ("type", "message", "line", "function", "note")]
+    assert told == ["ApiError", "quota exceeded", 167, "strange", ""]
 
 
 def test_an_exit_code_of_its_own_is_no_exception(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:

@@ -221,9 +221,17 @@ def _ends_anyway(above: "List[Tuple[FrameType, int]]", before: "Optional[Traceba
     return False
 
 
+def _attribute(error: BaseException, name: str) -> "Any":
+    """Return an attribute, None where there is none, or where the class's own ``__getattr__`` fails."""
+    try:
+        return getattr(error, name, None)
+    except Exception:
+        return None
+
+
 def _members(error: BaseException) -> "Tuple[BaseException, ...]":
     """Return the members of an exception group, also of its backport; none for others."""
-    found = getattr(error, "exceptions", None)
+    found = _attribute(error, "exceptions")
     return found if isinstance(found, tuple) and all(isinstance(e, BaseException) for e in found) else ()
 
 
@@ -248,7 +256,7 @@ def _shadowing(message: str) -> "List[str]":
 
 def _added(error: BaseException) -> "Sequence[object]":
     """Return what ``add_note`` has added to an exception."""
-    found = getattr(error, "__notes__", None)
+    found = _attribute(error, "__notes__")
     return found if isinstance(found, (list, tuple)) else ()
 
 
@@ -301,7 +309,7 @@ def _of_ranks(error: BaseException) -> "Dict[int, Any]":
 
     Its keys are numbers in the process group that it used; without a group, 0 on each rank by itself.
     """
-    found = getattr(error, "failures", None)
+    found = _attribute(error, "failures")
     if type(error).__name__ != "CheckpointException" or not isinstance(found, dict):
         return {}
     users: "List[Any]" = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -306,17 +306,17 @@ def _initialized() -> bool:
 def _report(channel: "WorkerChannel", error: BaseException, state: "Dict[str, bool]") -> None:
     """Report the exception that is about to end this rank.
 
-    A signal handler may raise another one meanwhile, as torch's does for a DataLoader worker that has died: that one
-    then ends the rank, and is reported with the place of the first.
+    While it waits for a child, a signal handler may raise another one, as torch's does for a DataLoader worker that has
+    died: that one then ends the rank, and is reported with the place of the first.
     """
     trace = error.__traceback__
     try:
         exception.await_child(error)
-        _send_report(channel, error, trace, state)
     except Exception as second:
         _send_report(channel, second, trace, state)
         error.__traceback__ = _strip(trace)  # it is printed, too
         raise second.with_traceback(trace)
+    _send_report(channel, error, trace, state)
 
 
 def _send_report(
@@ -330,15 +330,26 @@ def _send_report(
         phase = "init"
     else:
         phase = "train" if state["joined"] or _initialized() else "import"
-    text = "".join(traceback.format_exception(type(error), error, trace))
+    try:
+        told = exception.describe(error, trace)
+    except Exception:  # of the exception's own code, or of a signal handler: it must not replace the exception
+        told = {"type": exception.type_name(error)}
     # Of torch, which raises them where ranks called different collectives, and where the connection was lost by that.
     called = recorder.own() if state["joined"] and isinstance(error, RuntimeError) else {}
     channel.send(
         dict(
-            exception.describe(error, trace),
+            told,
             **called,
             t="raised",
-            traceback=text[-_TEXT:],
+            traceback=_printed(error, trace)[-_TEXT:],
             phase=phase,
         )
     )
+
+
+def _printed(error: BaseException, trace: "Optional[TracebackType]") -> str:
+    """Return the traceback as Python prints it, "" where the exception's own code fails."""
+    try:
+        return "".join(traceback.format_exception(type(error), error, trace))
+    except Exception:
+        return ""
