@@ -387,6 +387,14 @@ def test_the_receiver_of_a_mismatch_is_not_blamed() -> None:
     assert failed.summary()[1] == "other ranks that failed: ranks 1-2"
 
 
+def test_an_error_of_the_script_with_words_of_a_mismatch_is_its_own() -> None:
+    sizes = Raised(1, "ValueError", "data size doesn't match: 10 images, 9 labels", "/exp/data.py", 7, "load")
+    failed = feed(watch(), RESET, sizes)
+    assert failed.messages == [
+        "rank 1 (gpu01:3) failed: ValueError: data size doesn't match: 10 images, 9 labels at /exp/data.py:7 in load"
+    ]
+
+
 def test_the_collectives_that_ranks_called_until_a_mismatch_are_compared() -> None:
     closed = "RuntimeError", "[gloo] Connection closed by peer [10.0.0.1]:1234", "/exp/train.py", 12, "main"
     before = [(4, 0), (5, 1)]
