@@ -13,7 +13,7 @@ import msgspec
 from gpuboard.launch import events
 from gpuboard.launch.causes.advice import advice
 from gpuboard.launch.causes.cause import Cause, FailureKind, Symptom, symptom_of
-from gpuboard.launch.causes.effects import Failures, among_effects
+from gpuboard.launch.causes.effects import Failures, among_effects, earlier_than
 from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text, without_advice
 from gpuboard.launch.causes.stderr import CHILD_FAILED
 from gpuboard.launch.events import LaunchEvent
@@ -316,7 +316,7 @@ class FailureWatch:
             ends = [c for c in own if c.kind in {"node-stopped", "node-lost"}]
             return ends[0] if ends else first if self.emptied or waited else None
         if own:
-            return first
+            return earlier_than(first, self._candidates)
         if self.places_wanted is None and now - first.at >= self._timing.cause_wait_s / 2 and not self._left:
             self.places_wanted = True
         if self.comparing and not self.emptied and now - first.at < _COMPARE_S:
@@ -393,9 +393,10 @@ class FailureWatch:
         self._explain_child(event.rank)
         alone = not self._candidates and not self._left.keys() - {event.rank}
         ended_well = self._left.get(event.rank, (now, None))[1] == 0
+        at = now
         if event.code is not None and event.rank not in self._raised:
-            left_at, _ = self._left.get(event.rank, (now, 0))
-            self._left[event.rank] = left_at, event.code
+            at, _ = self._left.get(event.rank, (now, 0))
+            self._left[event.rank] = at, event.code
         succeeded = event.code == 0 and event.rank not in self._raised
         killed = event.signal is not None and self.stop_reason is not None and event.rank not in self._raised
         self._set(event.rank, state="done" if succeeded else "killed" if killed else "failed")
@@ -419,7 +420,7 @@ class FailureWatch:
         if not evidence and event.code is not None and (last := self._last_words.get(event.rank)):
             evidence = f"last line of its output: {last}"
         self._candidates.append(
-            Cause(kind, event.rank, node, f"{self._where(event.rank)} {how}", evidence, symptom=symptom, at=now)
+            Cause(kind, event.rank, node, f"{self._where(event.rank)} {how}", evidence, symptom=symptom, at=at)
         )
 
     def _explain_child(self, rank: int) -> None:

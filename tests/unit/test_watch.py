@@ -332,6 +332,26 @@ def test_a_lost_connection_that_is_not_torch_s_is_the_cause_whatever_arrives_fir
     assert failed.messages[0].startswith("rank 1 (gpu01:3) failed: ConnectionResetError: [Errno 104]")
 
 
+def test_an_exit_after_a_lost_connection_that_is_not_torch_s_is_its_effect() -> None:
+    refused = Raised(1, "ConnectionRefusedError", "[Errno 111] Connection refused", "/exp/log.py", 4)
+    words = "rank 1 (gpu01:3) failed: ConnectionRefusedError: [Errno 111] Connection refused at /exp/log.py:4"
+    assert feed(feed(watch(), refused), Exited(2, code=4), at=10.1).messages == [words]
+    told = feed(watch(), refused)
+    told.note_output(2, "", "RuntimeError: [gloo] Connection closed by peer")
+    later(feed(told, Exited(2, code=4), at=10.1))
+    assert told.messages == [words], "also if its own last line blames another rank"
+    torch = Raised(1, "torch.distributed.DistNetworkError", "failed to recv, got 0 bytes")
+    boom = msgspec.structs.replace(BOOM, rank=2)
+    for before, lost_one, after, cause in (
+        ([], refused, Exited(2, signal=signal.SIGSEGV), "was killed by SIGSEGV"),  # no effect of another failure
+        ([], refused, boom, "failed: ValueError"),  # may have closed that connection
+        ([events.Leaving(2, 4)], refused, Exited(2, code=4), "ended with exit code 4"),
+        ([], torch, Exited(2, code=4), "ended with exit code 4"),
+    ):
+        failed = feed(feed(watch(), *before, at=9.9), lost_one)
+        assert feed(failed, after, at=10.1).messages[0].startswith(f"rank 2 (gpu02:7) {cause}")
+
+
 def test_a_rank_that_leaves_its_group_and_runs_on_is_named() -> None:
     early = feed(watch(), lost(0))
     wanted = [early.places_wanted]  # not at once: the root cause may arrive

@@ -18,7 +18,9 @@ from gpuboard.launch.stalls.words import exit_place, is_warning
 from gpuboard.model.text import clean
 
 _SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
-_OF_TORCH = re.compile(r"gloo|nccl|c10d|tcpstore|process ?group", re.IGNORECASE)  # not an upload's lost connection
+_OF_TORCH = re.compile(  # not an upload's lost connection
+    r"gloo|nccl|c10d|tcpstore|process ?group|torch\.distributed|failed in init_process_group", re.IGNORECASE
+)
 _RACE_S = 0.2  # within which an exit and its effect on another rank may be reported in either order
 _NAMED = 3  # ranks whose places are named
 
@@ -41,6 +43,17 @@ class Failures(NamedTuple):
     exit_places: Mapping[int, str]  # rank that called sys.exit(0) → where
 
 
+def earlier_than(own: Cause, candidates: Sequence[Cause]) -> Cause:
+    """Return a failure that may have caused ``own``, although it looks like an effect itself: a lost connection that is
+    not torch's, to a server that is down. Without one, ``own``; so for a signal, which is no effect of a failure.
+
+    An exception may have cut that connection shortly before it was reported.
+    """
+    race_s = {"exit": 0.0, "raised": _RACE_S}.get(own.kind, float("inf"))
+    others = (one for one in candidates if own.at > one.at + race_s and one.symptom == "lost" and not _from_torch(one))
+    return next(others, own)
+
+
 def among_effects(failures: Failures) -> Cause:
     """Return the cause where every rank that failed blames another one, as far as it can be known."""
     for symptom in ("mismatch", "timeout"):
@@ -52,7 +65,11 @@ def among_effects(failures: Failures) -> Cause:
     left = sorted(
         (at, rank, code)
         for rank, (at, code) in failures.left.items()
-        if code or (of_torch and rank in failures.joined and at <= first.at + _RACE_S)
+        if (
+            at <= first.at or _from_torch(first)
+            if code
+            else of_torch and rank in failures.joined and at <= first.at + _RACE_S
+        )
     )
     if not left:
         return _left_group(failures, first) if _from_torch(first) else first
