@@ -70,7 +70,7 @@ class Raised(msgspec.Struct, frozen=True):
 
     ``phase``: torch, import, init or train. ``own_connection``: a connection was lost, and not one to another rank.
     ``origin``: the rank that failed, of an exception that every rank gets. ``called``, ``calls``: see :class:`Leaving`;
-    of a RuntimeError. ``chain``: types and messages of all exceptions.
+    of a RuntimeError. ``chain``: types and messages of all exceptions, also those that ``from None`` suppresses.
     """
 
     rank: Count

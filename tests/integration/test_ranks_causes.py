@@ -196,9 +196,15 @@ class ApiError(Exception):
 def strange():
     raise ApiError("quota exceeded")
 
+def silenced():
+    try:
+        boom()
+    except ValueError:
+        raise OSError("training failed") from None
+
 every = (chained, handled, hydra, group, text, wrapped, plain, usage, bare, noted, shadowed, grouped, received, killed,
          interrupted, stopped, reaped, left, cleaned, retried, late,
-         listed, saved, pooled, strange)
+         listed, saved, pooled, strange, silenced)
 every[int(os.environ["RANK"])]()
 """
 
@@ -209,7 +215,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     folder = with_fake_torch(tmp_path_factory.mktemp("causes"))
     (folder / "site-packages").mkdir()
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    with node(folder, SCRIPT, count=25) as here:
+    with node(folder, SCRIPT, count=26) as here:
         go(here)
         here.wait_ended()
         found = {data["rank"]: data for data in here.data("raised")}
@@ -274,6 +280,12 @@ def test_an_exception_that_ends_the_rank_is_told_from_those_that_are_handled(
     saved = [found[22]["first"][name] for name in ("type", "message", "file", "function")]
     assert saved == ["OSError", "unexpected position", script, "saved"], "not the one inside of the library"
     assert found[19]["first"]["function"] == "boom"  # that of left(), whose finally follows
+
+
+def test_a_suppressed_exception_counts_but_is_not_shown(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:
+    told = raised[1][25]
+    assert (told["type"], told["note"], told["first"]) == ("OSError", "", None)
+    assert told["chain"] == "OSError: training failed\nValueError: wrong\nvalue"
 
 
 def test_the_death_of_the_process_that_sent_data_is_noted(raised: tuple[str, dict[int, dict[str, Any]]]) -> None:

@@ -46,8 +46,8 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
     """Return type, message, file, line and function of the cause of ``error``, and a ``note`` about the others.
 
     ``own_connection``: a connection was lost, and not one to another rank. ``origin``: the rank that failed, of an
-    exception that every rank gets. ``chain``: types and messages of all exceptions. ``first``: the exception that was
-    about to end the rank when the code that is executed nevertheless raised another one.
+    exception that every rank gets. ``chain``: types and messages of all exceptions, suppressed ones too. ``first``: the
+    exception that was about to end the rank when the code that is executed nevertheless raised another one.
     """
     chain = _chain(error)
     at = 0
@@ -86,7 +86,7 @@ def describe(error: BaseException, trace: "Optional[TracebackType]") -> "Dict[st
         "line": line,
         "function": function,
         "note": ", ".join(notes),
-        "chain": _texts(chain),
+        "chain": _texts(_chain(error, suppressed=True)),
         "first": _first(chain[at:], cause_trace),
         "origin": _origin(cause),
         "own_connection": any(
@@ -136,14 +136,18 @@ def _ended(pid: int, code: int) -> str:
     return " (pid %d) %s" % (pid, how)
 
 
-def _chain(error: BaseException) -> "List[Tuple[BaseException, str]]":
-    """Return ``error`` and what is below it, outermost first, each with its relation to the one before."""
+def _chain(error: BaseException, *, suppressed: bool = False) -> "List[Tuple[BaseException, str]]":
+    """Return ``error`` and what is below it, outermost first, each with its relation to the one before.
+
+    ``suppressed``: also what a traceback leaves out, because of ``raise … from None``.
+    """
     chain = [(error, "")]
     while len(chain) < _CHAIN:
         last = chain[-1][0]
         word, below = "caused by", last.__cause__
         if below is None or type(below).__name__.endswith("RemoteTraceback"):  # text of a pool's process
-            word, below = "while handling", None if last.__suppress_context__ else last.__context__
+            hidden = last.__suppress_context__ and not suppressed
+            word, below = "while handling", None if hidden else last.__context__
         if _members(last):
             word, below = "caused by", _members(last)[0]
         if below is None or any(below is seen for seen, _ in chain):
