@@ -246,7 +246,7 @@ class FailureWatch:
             return []
         shared = self.cause.kind in {"mismatch", "timeout"}  # of several ranks, and any of the others may be at fault
         own = {c.rank for c in self._candidates if shared and c.symptom == self.cause.symptom} | {self.cause.rank}
-        others = [r for r, e in self.exits.items() if r not in own and (e.code or e.signal)]
+        others = [r for r, view in self.ranks.items() if r not in own and view.state == "failed" and r in self.exits]
         same = [] if shared else [rank for rank in others if self._same_failure(rank)]
         others = sorted(set(others).difference(same))
         label = "other ranks that failed" if shared else "secondary failures"

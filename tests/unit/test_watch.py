@@ -519,6 +519,23 @@ def test_a_rank_that_waited_until_the_timeout_is_not_blamed() -> None:
     assert all_of_them.messages[0].endswith(": the ranks called different collectives, or cannot reach each other")
     absent = later(watch(), Joined(0), Joined(2), waits[0])
     assert absent.messages[0].endswith(": rank 1 had not connected to the process group")
+    handle = later(watch(), *joined, Raised(0, "RuntimeError", "Operation timed out!", "/exp/train.py", 9))
+    assert handle.cause is not None
+    assert handle.cause.kind == "timeout"
+
+
+def test_a_rank_that_was_not_there_when_init_timed_out_is_named_with_its_place() -> None:
+    waits = Raised(0, "torch.distributed.DistStoreError", "wait timeout after 4000ms, keys: /0/1", phase="init")
+    failed = watch()
+    failed.elsewhere = {1: "is at train.py:3 in load_data"}
+    later(failed, Joined(0), Joined(2), waits)
+    assert failed.messages[0] == (
+        "rank 0 waited in init_process_group until its timeout: no answer from rank 1 (gpu01:3), which is at "
+        "train.py:3 in load_data; it has not connected to the process group"
+    )
+    stopped = (Exited(rank, signal=signal.SIGTERM) for rank in (1, 2))
+    feed(failed, Exited(0, code=1), *stopped, at=12.0)
+    assert failed.summary()[1:] == [], "ranks 1 and 2 were stopped"
 
 
 def test_secondary_failures_in_the_output_of_others_are_marked() -> None:

@@ -19,7 +19,9 @@ _LOST = re.compile(
 # Data of another size than the collective expects: the receiver ends, whichever rank is wrong (gloo; DETAIL's wrapper).
 _MISMATCH = re.compile(r"op\.preamble\.length|mismatch between collectives", re.IGNORECASE)
 # A rank that waits for another one in a collective until the process group's timeout.
-_TIMEOUT = re.compile(r"timed out waiting \d+ ?ms for|collective operation timeout|wait timeout after", re.IGNORECASE)
+_TIMEOUT = re.compile(
+    r"timed out waiting \d+ ?ms for|collective operation timeout|wait timeout after|operation timed out!", re.IGNORECASE
+)
 
 FailureKind = Literal[
     "raised",

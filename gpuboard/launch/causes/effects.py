@@ -19,8 +19,9 @@ from gpuboard.model.text import clean
 
 _SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
 _OF_TORCH = re.compile(  # not an upload's lost connection
-    r"gloo|nccl|c10d|tcpstore|process ?group|torch\.distributed|failed in init_process_group", re.IGNORECASE
+    r"gloo|nccl|c10d|tcpstore|process ?group|torch\.distributed", re.IGNORECASE
 )
+_IN_INIT = " failed in init_process_group: "  # in the text of such a failure
 _RACE_S = 0.2  # within which an exit and its effect on another rank may be reported in either order
 _NAMED = 3  # ranks whose places are named
 
@@ -95,7 +96,7 @@ def among_effects(failures: Failures) -> Cause:
 
 
 def _from_torch(cause: Cause) -> bool:
-    return bool(_OF_TORCH.search(cause.text + cause.evidence + cause.chain))
+    return _IN_INIT in cause.text or bool(_OF_TORCH.search(cause.text + cause.evidence + cause.chain))
 
 
 def _left_group(failures: Failures, first: Cause) -> Cause:
@@ -146,19 +147,22 @@ def _timeout(failures: Failures, found: list[Cause]) -> Cause:
     """A rank whose wait ends by a timeout is not at fault."""
     ranks = sorted({c.rank for c in found if c.rank is not None})
     absent = sorted(failures.ranks.keys() - failures.joined - failures.exits.keys())
-    away: list[int] = []
-    if absent:
+    others = absent or sorted(failures.ranks.keys() - {c.rank for c in failures.candidates} - failures.exits.keys())
+    away = others if failures.elsewhere.keys() >= set(others) else []
+    if away:
+        places = (f"{failures.where(rank)}, which {failures.elsewhere[rank]}" for rank in away[:_NAMED])
+        what = f"no answer from {'; '.join(places)}"
+        if absent:
+            what += f"; {'it has' if len(away) == 1 else 'they have'} not connected to the process group"
+    elif absent:
         what = f"{rank_words(absent)} had not connected to the process group"
-    elif others := sorted(failures.ranks.keys() - {c.rank for c in failures.candidates} - failures.exits.keys()):
+    elif others:
         what = f"{rank_words(others)} did not take part in time, or called a different collective"
-        if failures.elsewhere.keys() >= set(others):
-            away = others
-            places = (f"{failures.where(rank)}, which {failures.elsewhere[rank]}" for rank in away[:_NAMED])
-            what = f"no answer from {'; '.join(places)}"
     else:
         what = "the ranks called different collectives, or cannot reach each other"
     what = failures.difference[0] if failures.difference is not None else what
-    text = f"{rank_words(ranks)} waited in a collective until its timeout: {what}"
+    place = "init_process_group" if all(_IN_INIT in c.text for c in found) else "a collective"
+    text = f"{rank_words(ranks)} waited in {place} until its timeout: {what}"
     return _blaming(failures, "timeout", away if failures.difference is None else [], text, found[0])
 
 
