@@ -96,7 +96,17 @@ Extension modules: numpy.core._multiarray_umath, torch._C (total: 20)
     [
         ("", ""),
         ("step 3", "last line on stderr: step 3"),
-        ("line 3: nvcc: command not found\nbye", "last error on stderr: line 3: nvcc: command not found"),
+        ("line 3: nvcc: command not found", "last error on stderr: line 3: nvcc: command not found"),
+        ("nvcc: command not found\nbye", "last error on stderr: nvcc: command not found; last line: bye"),
+        ("curl: (22) returned error: 404", "last error on stderr: curl: (22) returned error: 404"),
+        (
+            "09:41 epoch 19: train error 0.31, test error: 0.42\n09:42 INFO retry failed\n09:42 quota used up",
+            "last line on stderr: 09:42 quota used up",
+        ),
+        (
+            "epoch 19: error .31, cannot save: no space\nepoch 20: error 2.1e-3",
+            "last error on stderr: epoch 19: error .31, cannot save: no space; last line: epoch 20: error 2.1e-3",
+        ),
         (TRACKER, ""),
         (CRASH, "last error on stderr: Fatal Python error: Segmentation fault at /exp/kernels.py:12 in scatter"),
         ("Error: no such table\n" + TRACKER, "last error on stderr: Error: no such table"),

@@ -41,6 +41,9 @@ _ERROR = re.compile(
     r"no such|not found|no space|too many|usage)\b",
     re.IGNORECASE,
 )
+# Lines of a log, and values in them, that are no error whatever their words
+_REPORT = re.compile(r"\b(INFO|DEBUG)\b|\blevel=(info|debug)\b")
+_VALUE = re.compile(r"\berror\b[ :=]*[-+\d]*\.\d+", re.IGNORECASE)  # a loss: "test error: 0.31"
 
 
 def evidence(tail: Iterable[str]) -> str:
@@ -67,10 +70,12 @@ def evidence(tail: Iterable[str]) -> str:
         where = f" at {place[0]}:{place[1]}" if place[0] else ""
         return f"last error on stderr: {clean(first)}{clean(where)}"
     lines = [line for line in lines if not _HINT.search(line)]
-    errors = [line for line in lines if _ERROR.search(line)]
+    last_line = clean(lines[-1].strip()) if lines else ""
+    errors = [line for line in lines if _ERROR.search(_VALUE.sub("", line)) and not _REPORT.search(line)]
     if errors:
-        return f"last error on stderr: {clean(errors[-1].strip())}"
-    return f"last line on stderr: {clean(lines[-1].strip())}" if lines else ""
+        error = clean(errors[-1].strip())
+        return f"last error on stderr: {error}" + (f"; last line: {last_line}" if last_line != error else "")
+    return f"last line on stderr: {last_line}" if last_line else ""
 
 
 def root_error(tail: Iterable[str]) -> str:
