@@ -400,7 +400,7 @@ class FailureWatch:
         succeeded = event.code == 0 and event.rank not in self._raised
         killed = event.signal is not None and self.stop_reason is not None and event.rank not in self._raised
         self._set(event.rank, state="done" if succeeded else "killed" if killed else "failed")
-        if succeeded or event.rank in self._raised or self.stop_reason is not None:
+        if succeeded or event.rank in self._raised:
             return
         error = self._last_error.get(event.rank, "")
         evidence = event.oom or (clean(event.evidence, 400) if event.evidence else error)
@@ -419,9 +419,19 @@ class FailureWatch:
             evidence = self._root_error.get(event.rank) or error
         if not evidence and event.code is not None and (last := self._last_words.get(event.rank)):
             evidence = f"last line of its output: {last}"
-        self._candidates.append(
-            Cause(kind, event.rank, node, f"{self._where(event.rank)} {how}", evidence, symptom=symptom, at=at)
-        )
+        if self.stop_reason is None:
+            self._candidates.append(
+                Cause(kind, event.rank, node, f"{self._where(event.rank)} {how}", evidence, symptom=symptom, at=at)
+            )
+        elif evidence and self._is_cause(event.rank, "exit") and not (self.cause and self.cause.evidence):
+            self._print_evidence(evidence)  # it was blamed when its script had left
+
+    def _is_cause(self, rank: int, kind: FailureKind) -> bool:
+        return self.cause is not None and (self.cause.rank, self.cause.kind) == (rank, kind)
+
+    def _print_evidence(self, line: str) -> None:
+        self.note_evidence(line)
+        self.messages.append(f"  {line}")
 
     def _explain_child(self, rank: int) -> None:
         """Add the error of a rank's child process to the exception about that process."""
@@ -432,9 +442,8 @@ class FailureWatch:
             return
         if not any(kind in f"{raised.type}: {raised.message} {raised.note}" for kind in CHILD_FAILED):
             return
-        if self.cause is not None and (self.cause.rank, self.cause.kind) == (rank, "raised"):
-            self.note_evidence(error)
-            self.messages.append(f"  {error}")
+        if self._is_cause(rank, "raised"):
+            self._print_evidence(error)
         self._candidates = [
             msgspec.structs.replace(one, evidence=error) if (one.rank, one.kind) == (rank, "raised") else one
             for one in self._candidates

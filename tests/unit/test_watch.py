@@ -298,8 +298,10 @@ def test_an_exit_code_is_no_effect_of_another_rank_because_of_its_last_line() ->
     assert (raced.messages[0], raced.exit_code()) == ("rank 1 (gpu01:3) ended with exit code 9", 9)
     assert raced.summary()[0] == "root cause: rank 1 (gpu01:3) ended with exit code 9"
     slow = later(watch(), events.Leaving(1, 9), lost(0), lost(2))  # its interpreter still ends
+    slow.note_output(1, "", "last line on stderr: quota used up")
     feed(slow, Exited(1, code=9), at=12.0)
-    assert (slow.messages[0], slow.exit_code()) == ("rank 1 (gpu01:3) ended with exit code 9", 9)
+    assert slow.messages == ["rank 1 (gpu01:3) ended with exit code 9", "  last line on stderr: quota used up"]
+    assert slow.exit_code() == 9
 
 
 def test_a_rank_that_ends_with_0_while_others_lose_their_connection_to_it_is_the_cause() -> None:
