@@ -15,6 +15,15 @@ Traceback (most recent call last):
     raise Boom("no")
 tool.Boom: no
 """
+INSTALLED = """
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/env/lib/python3.12/site-packages/vision/train.py", line 30, in <module>
+    loss(batch)
+  File "/env/lib/python3.12/site-packages/torch/nn/functional.py", line 7, in cross_entropy
+    raise Boom("no")
+ValueError: no
+"""
 GUARD = """
 Traceback (most recent call last):
   File "/exp/train.py", line 12, in <module>
@@ -111,6 +120,7 @@ Extension modules: numpy.core._multiarray_umath, torch._C (total: 20)
         (CRASH, "last error on stderr: Fatal Python error: Segmentation fault at /exp/kernels.py:12 in scatter"),
         ("Error: no such table\n" + TRACKER, "last error on stderr: Error: no such table"),
         (TRACEBACK + TRACKER, "last error on stderr: tool.Boom: no at /exp/train.py:30"),
+        (INSTALLED, "last error on stderr: ValueError: no at /env/lib/python3.12/site-packages/vision/train.py:30"),
         (
             TRACEBACK + "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.",
             "last error on stderr: tool.Boom: no at /exp/train.py:30",

@@ -89,6 +89,17 @@ def test_the_rank_that_all_others_wait_for_is_named_with_its_place() -> None:
     )
 
 
+def test_the_place_in_an_installed_package_is_not_that_in_a_library_below_it() -> None:
+    """Training code is a package in site-packages in many containers."""
+    package = "/venv/lib/python3.11/site-packages/vision/"
+    waits = [REDUCE[0], StackFrame("step", f"{package}train.py", 55)]
+    sleeps = [StackFrame("wait", "/usr/lib/python3.11/threading.py", 320), StackFrame("load", f"{package}data.py", 41)]
+    assert verdict(seen(0, waits, group(12, 11)), seen(1, sleeps, group(11, 11))).words == (
+        "for rank 1 (gpu01:1), which is at data.py:41 in load; "
+        "rank 0 (gpu01:0) waits in all_reduce (collective 12) at train.py:55 in step"
+    )
+
+
 def test_a_busy_rank_is_shown_with_its_use_of_the_cpu() -> None:
     busy = seen(1, LOAD, group(11, 11), cpu=0.97, gil=True)
     found = verdict(WAITING, busy, rank1=status(1, None))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gpuboard.agent.launch.rank.traceback_text import is_library
+from gpuboard.agent.launch.rank.traceback_text import is_library, remoteness
 from gpuboard.model.gpu import Count, Number
 from gpuboard.model.text import clean
 
@@ -157,8 +157,8 @@ def store_of(found: Sequence[Inspection]) -> StoreProcess | None:
 
 
 def own_frame(stack: Sequence[StackFrame]) -> StackFrame | None:
-    """Return the innermost frame of the user's own code, else the innermost one; None for an empty stack."""
-    return _innermost_own(stack) or next(iter(stack), None)
+    """Return the innermost one of the frames that are nearest to the user's own code; None for an empty stack."""
+    return min(stack, key=lambda frame: remoteness(frame.file), default=None)
 
 
 def dataset_frame(stack: Sequence[StackFrame]) -> StackFrame | None:

@@ -20,11 +20,18 @@ _ABOVE = re.compile(
 _GROUP = re.compile(r"^ *[|] ?", re.M)  # the margin of an exception group
 _LIBRARIES = tuple({sysconfig.get_path(key) + "/" for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.]\d+/")
+_INSTALLED = re.compile(r"/(site|dist)-packages/(?!torch/)")
 
 
 def is_library(filename: str) -> bool:
     """Return whether a frame's file is of the standard library or of an installed package, or is no file."""
     return filename.startswith(_LIBRARIES + ("<",)) or bool(_LIBRARY.search(filename))
+
+
+def remoteness(filename: str) -> int:
+    """Return how far a frame's file is from the user's own code: 0 for that itself, 1 for an installed package, which
+    the user's code may be a part of (in a container), 2 for torch, the standard library and no file."""
+    return 0 if not is_library(filename) else 1 if _INSTALLED.search(filename) else 2
 
 
 def within(line: int, body: "Sequence[Any]") -> bool:
@@ -33,9 +40,8 @@ def within(line: int, body: "Sequence[Any]") -> bool:
 
 
 def innermost(frames: "List[Place]") -> "Place":
-    """Return the innermost frame of the user's own code, else the innermost frame."""
-    own = [frame for frame in frames if frame[0] is not None and not is_library(frame[0])]
-    return (own or frames or [(None, None, None)])[-1]
+    """Return the innermost one of the frames that are nearest to the user's own code."""
+    return min(reversed(frames), key=lambda frame: remoteness(frame[0] or "<none>"), default=(None, None, None))
 
 
 def last_traceback(text: str) -> "Optional[Tuple[str, str, Place]]":
