@@ -112,13 +112,15 @@ class Disconnected(msgspec.Struct, frozen=True):
 class Exited(msgspec.Struct, frozen=True):
     """A rank's process has ended, with an exit code or by a signal. ``joined``: it had connected to the store.
 
-    ``oom``: evidence that it was killed for memory; ``evidence``: other findings on the node.
+    ``oom``: evidence that it was killed for memory, which ``oom_readable`` False could not show; ``evidence``: other
+    findings on the node.
     """
 
     rank: Count
     code: Annotated[int, msgspec.Meta(ge=0, le=255)] | None = None
     signal: Annotated[int, msgspec.Meta(ge=1, le=127)] | None = None
     oom: str | None = None
+    oom_readable: bool = True
     evidence: str | None = None
     ran_s: Number | None = None
     joined: bool = False

@@ -405,7 +405,8 @@ class FailureWatch:
         error = self._last_error.get(event.rank, "")
         evidence = event.oom or (clean(event.evidence, 400) if event.evidence else error)
         if event.signal is not None:
-            how = signal_text(event.signal, forwarded=event.signal in self._forwarded, oom=bool(event.oom))
+            oom = bool(event.oom) if event.oom or event.oom_readable else None
+            how = signal_text(event.signal, forwarded=event.signal in self._forwarded, oom=oom)
         else:
             how = self._code_text(event.rank, event.code or 0)
         if ended_well and event.signal not in self._forwarded:

@@ -143,3 +143,11 @@ def test_the_nearest_cgroup_decides_about_a_kill_for_memory(tmp_path: Path) -> N
     assert seen.evidence(7) is None, "another job's process was killed"
     (job / "memory.events").write_text("oom 1\noom_kill 1\n")
     assert seen.evidence(7) == f"{job}: oom_kill 0 -> 1"
+
+
+def test_where_neither_log_nor_cgroup_can_be_read_there_can_be_no_evidence(tmp_path: Path) -> None:
+    (tmp_path / "kmsg").touch()
+    (tmp_path / "memory.events").write_text("oom_kill 0\n")
+    ways = [("kmsg", "no folder"), ("no log", ""), ("no log", "no folder")]
+    seen = [evidence.KilledForMemory(str(tmp_path / log), [str(tmp_path / folder)]) for log, folder in ways]
+    assert [one.readable for one in seen] == [True, True, False]

@@ -170,6 +170,16 @@ ILLEGAL_ACCESS = (
 )
 
 
+def test_out_of_memory_is_possible_where_there_can_be_no_evidence() -> None:
+    failed = feed(watch(), Exited(1, signal=9, oom_readable=False))
+    assert failed.messages == [
+        "rank 1 (gpu01:3) was killed by SIGKILL: perhaps out of memory, since neither the kernel's log nor the memory "
+        "cgroup can be read; or another process sent it, such as Slurm or an administrator's"
+    ]
+    crashed = feed(watch(), Exited(1, signal=signal.SIGSEGV, oom_readable=False))
+    assert "memory access" in crashed.messages[0]
+
+
 def test_a_cuda_error_is_reported_without_torchs_general_advice() -> None:
     failing = watch()
     feed(failing, Raised(1, "torch.AcceleratorError", ILLEGAL_ACCESS, "/exp/train.py", 41))

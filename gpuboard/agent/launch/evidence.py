@@ -74,6 +74,11 @@ class KilledForMemory:
         except OSError:
             pass
 
+    @property
+    def readable(self) -> bool:
+        """Whether there would be evidence: in a container both may be hidden."""
+        return self._log >= 0 or self._before is not None
+
     def evidence(self, pid: int) -> "Optional[str]":
         """Return the evidence that ``pid`` was killed for memory, or None."""
         self._read_log()

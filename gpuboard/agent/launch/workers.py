@@ -310,6 +310,7 @@ class WorkerGroup:
                 "code": status if status >= 0 else None,
                 "signal": -status if status < 0 else None,
                 "oom": self._killed_for_memory.evidence(child.pid) if killed else None,
+                "oom_readable": self._killed_for_memory.readable,
                 "evidence": found,
                 "ran_s": round(time.monotonic() - child.started, 3),
                 "joined": child.joined,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from gpuboard.model.text import clean
 
+_SENT = "another process sent it, such as Slurm or an administrator's"
 _SIGNALS = {
     signal.SIGSEGV: "invalid memory access in native code (a C++ or CUDA extension, or libraries of different builds)",
     signal.SIGBUS: "memory that it mapped could not be provided: no space in /dev/shm, or a mapped file was truncated",
@@ -15,7 +16,7 @@ _SIGNALS = {
     signal.SIGILL: "an instruction that this CPU lacks: code built for another one",
     signal.SIGFPE: "an arithmetic error in native code, such as an integer division by zero",
     signal.SIGTERM: "another process sent it, such as Slurm, an administrator's or one of the script",
-    signal.SIGKILL: "no out-of-memory kill is recorded; another process sent it, such as Slurm or an administrator's",
+    signal.SIGKILL: f"no out-of-memory kill is recorded; {_SENT}",
     signal.SIGXCPU: "it reached its CPU time limit (ulimit -t)",
 }
 _CODES = {
@@ -39,12 +40,14 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def signal_text(number: int, *, forwarded: bool, oom: bool) -> str:
-    """Return how a rank was killed, with the meaning of the signal."""
+def signal_text(number: int, *, forwarded: bool, oom: bool | None) -> str:
+    """Return how a rank was killed, with the meaning of the signal; ``oom`` None: whether for memory cannot be read."""
     name = signal_name(number)
     if forwarded:
         return f"was killed by {name} (forwarded by `gpuboard launch`)"
     meaning = "out of memory" if oom else {int(n): text for n, text in _SIGNALS.items()}.get(number)
+    if number == signal.SIGKILL and oom is None:
+        meaning = f"perhaps out of memory, since neither the kernel's log nor the memory cgroup can be read; or {_SENT}"
     return f"was killed by {name}" + (f": {meaning}" if meaning else "")
 
 
