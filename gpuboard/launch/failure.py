@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from gpuboard.launch import events
-from gpuboard.launch.causes.advice import advice
-from gpuboard.launch.causes.cause import Cause, FailureKind, Symptom, symptom_of
+from gpuboard.launch.causes.cause import Cause, FailureKind, symptom_of
 from gpuboard.launch.causes.effects import Failures, among_effects, earlier_than
 from gpuboard.launch.causes.exits import code_text, cuda_memory_text, signal_name, signal_text, without_advice
+from gpuboard.launch.causes.raised import hint, judged
 from gpuboard.launch.causes.stderr import CHILD_FAILED
 from gpuboard.launch.events import LaunchEvent
 from gpuboard.launch.plan import LaunchPlan
 from gpuboard.launch.runs.folder import RankView, VerdictView
 from gpuboard.launch.stalls.differences import difference, evidence_of, last_calls, merged
 from gpuboard.launch.stalls.evidence import RankEvidence
-from gpuboard.launch.stalls.verdict import INIT_ONCE
 from gpuboard.launch.stalls.waits import RankStatus, rank_words
 from gpuboard.launch.stalls.words import exit_place
 from gpuboard.launch.timing import DEFAULT_TIMING, HeadTiming
@@ -353,10 +352,8 @@ class FailureWatch:
             self.note_collectives([found])
         if self.stop_reason is not None:
             return
-        symptom = _symptom(event)
-        if event.first is not None and symptom_of(event.first.chain) == "own":
-            event, symptom = _with_first(event, event.first), "own"
-            self._raised[event.rank] = event
+        event, symptom = judged(event)
+        self._raised[event.rank] = event
         failed = event.origin if event.origin in self.ranks else event.rank
         rank = self.ranks[failed]
         held = cuda_memory_text(event.message, rank.local_rank, self.gpu_processes.get(rank.node, {}))
@@ -372,18 +369,10 @@ class FailureWatch:
         what = clean(event.type) + (f": {message}" if message else "")
         note = f", {clean(event.note, 400)}" if event.note else ""
         text = f"{self._where(failed)} failed{phase}: {what}{place}{note}"
-        asked = event.type == "bdb.BdbQuit" or (event.type == "EOFError" and "reading a line" in event.message)
-        hint = f"its standard input is /dev/null; --stdin {event.rank} gives it that of gpuboard" if asked else ""
-        hint = "" if event.rank == self._stdin_rank else hint
-        # An exception while another one is handled is often a consequence of it.
-        texts = [f"{event.type}: {event.message}", event.note]
-        if tip := next(filter(None, map(advice, texts if event.note.startswith("then ") else reversed(texts))), ""):
-            hint = f"→ {tip}"
-        if event.phase == "init" and event.called:
-            hint = f"→ it had a process group before, whose addresses are still in the store of this run: {INIT_ONCE}"
+        tip = hint(event, has_stdin=event.rank == self._stdin_rank)
         origin = f"{clean(event.type)}{place}" if event.file else ""
         self._candidates.append(
-            Cause("raised", failed, rank.node, text, hint, event.chain, symptom=symptom, at=now, place=origin)
+            Cause("raised", failed, rank.node, text, tip, event.chain, symptom=symptom, at=now, place=origin)
         )
 
     def _on_exited(self, event: events.Exited, now: float) -> None:
@@ -486,17 +475,3 @@ class FailureWatch:
                 f"{exit_place([self._exit_place(gone[0], 0)])}"
             )
             self._candidates.append(Cause("before-init", gone[0], self.ranks[gone[0]].node, text, at=now))
-
-
-def _symptom(raised: events.Raised) -> Symptom:
-    if raised.own_connection:
-        return "own"
-    return symptom_of(f"{raised.type}: {raised.message} {raised.note} {raised.chain}")
-
-
-def _with_first(raised: events.Raised, first: events.FirstRaised) -> events.Raised:
-    """Return the exception that was ending the rank ``first``, with the newest one as its note."""
-    place = f" at {raised.file}:{raised.line}" if raised.file else ""
-    note = f"then {raised.type}: {raised.message.partition(chr(10))[0][:160]}{place}"
-    fields = {name: getattr(first, name) for name in first.__struct_fields__}
-    return msgspec.structs.replace(raised, **fields, note=note, own_connection=False, origin=None)
