@@ -53,7 +53,7 @@ class FailureWatch:
         self.gpu_processes: dict[str, dict[int, str]] = {}  # node → pid → user and command, if the GPUs were read
         self._timing = timing
         self._stdin_rank = plan.options.stdin_rank
-        self._tells_exceptions = plan.target.kind != "program"
+        self._reports_exceptions = plan.target.kind != "program"
         self._nodes = [node.node for node in plan.nodes]
         self._raised: dict[int, events.Raised] = {}
         self._candidates: list[Cause] = []
@@ -446,8 +446,8 @@ class FailureWatch:
 
     def _code_text(self, rank: int, code: int) -> str:
         place = self._exit_place(rank, code)
-        tells = self._tells_exceptions and rank not in self._disconnected
-        return code_text(code, f"sys.exit() at {place}" if place else "", tells_exceptions=tells)
+        reports = self._reports_exceptions and rank not in self._disconnected
+        return code_text(code, f"sys.exit() at {place}" if place else "", reports_exceptions=reports)
 
     def _on_store(self, event: events.Store, node: str, now: float) -> None:
         self._store_code = event.code

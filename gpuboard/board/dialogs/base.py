@@ -242,7 +242,7 @@ class Dialog(Box[T]):
         self.fields = {field.key: field for field in fields}
         self.verb = verb
         self.busy = False
-        self.refused = False  # what the valid fields ask for is not possible, as the message says
+        self.refused = False  # what the valid fields ask for is not possible; the message has the reason
         self._calm: set[str] = set()  # fields that were empty from the start and have not been left or filled in
         self._focused = ""  # key of the field that had the focus last
         self._notes: dict[str, Text] = {}  # as drawn: an update lays out the whole dialog again

@@ -100,7 +100,7 @@ class PlannedDialog(Dialog[T]):
         self._planner.look(request)
 
     def answer_to(self, request: Request) -> Answer | None:
-        """Return the answer to a request; while there is none, the dialog is committed when it arrives."""
+        """Return the answer to a request; before it has arrived None, and its arrival commits the dialog."""
         if self._seen is not None and self._seen[0] == request:
             return self._seen[1]
         self._wanted = request

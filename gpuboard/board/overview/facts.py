@@ -22,7 +22,7 @@ class OverviewFacts(NamedTuple):
     people: Sequence[Person]
     endings: Sequence[UpcomingEnd]
     events: Sequence[ClusterEvent]  # oldest first
-    no_events: str  # shown while there are none
+    no_events: str  # shown in place of events
     problem: str  # why events are not kept
     now: float  # epoch seconds
     span: Span  # of the past

@@ -49,7 +49,7 @@ class ReplayApp(BoardApp):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """Run an action; where a replay refuses it, say why."""
+        """Run an action; where a replay refuses it, show the reason."""
         if action in self.REFUSED:
             self.notify(WHY_REFUSED, severity="warning", markup=False)
             return True

@@ -51,12 +51,12 @@ def signal_text(number: int, *, forwarded: bool, oom: bool | None) -> str:
     return f"was killed by {name}" + (f": {meaning}" if meaning else "")
 
 
-def code_text(code: int, origin: str = "", *, tells_exceptions: bool = True) -> str:
+def code_text(code: int, origin: str = "", *, reports_exceptions: bool = True) -> str:
     """Return how a rank exited, with ``origin`` or the meaning of the code where there is a convention.
 
-    ``tells_exceptions``: an uncaught exception of the rank would be known.
+    ``reports_exceptions``: an uncaught exception of the rank would be known.
     """
-    meaning = origin or (_CODES.get(code) if code != 1 or tells_exceptions else None)
+    meaning = origin or (_CODES.get(code) if code != 1 or reports_exceptions else None)
     if not origin and 128 < code <= 128 + signal.NSIG:
         meaning = f"128 + {code - 128}: a process that it waited for was killed by {signal_name(code - 128)}"
     return f"ended with exit code {code}" + (f" ({meaning})" if meaning else "")

@@ -281,7 +281,7 @@ class ClaimsAllocator:
         return NeverPossible(refusal) if refusal.code == NeverPossible.exit_code else NotFree(refusal)
 
     def _only_here(self) -> str:
-        """Return the line of a message that names the nodes that were left out; "" where there are none."""
+        """Return the line of a message that names the nodes that were left out, or ""."""
         if not self._scope.left_out:
             return ""
         everywhere = folded([*self._nodes, *(name for name in self._scope.left_out if name not in self._nodes)])

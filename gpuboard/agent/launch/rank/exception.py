@@ -226,7 +226,7 @@ def _ends_anyway(above: "List[Tuple[FrameType, int]]", before: "Optional[Traceba
 
 
 def _attribute(error: BaseException, name: str) -> "Any":
-    """Return an attribute, None where there is none, or where the class's own ``__getattr__`` fails."""
+    """Return an attribute; None without it, or where the class's own ``__getattr__`` fails."""
     try:
         return getattr(error, name, None)
     except Exception:

@@ -331,14 +331,14 @@ def _send_report(
     else:
         phase = "train" if state["joined"] or _initialized() else "import"
     try:
-        told = exception.describe(error, trace)
+        described = exception.describe(error, trace)
     except Exception:  # of the exception's own code, or of a signal handler: it must not replace the exception
-        told = {"type": exception.type_name(error)}
+        described = {"type": exception.type_name(error)}
     # Of torch, which raises them where ranks called different collectives, and where the connection was lost by that.
     called = recorder.own() if state["joined"] and isinstance(error, RuntimeError) else {}
     channel.send(
         dict(
-            told,
+            described,
             **called,
             t="raised",
             traceback=_printed(error, trace)[-_TEXT:],
