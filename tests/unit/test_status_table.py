@@ -260,6 +260,10 @@ def test_nodes_whose_nvml_fails_are_counted_apart_from_those_without_gpus() -> N
     bad = NodeView(name="gpu03", state="up", age_s=0.1, error="NVML: driver/library version mismatch")
     assert sums(snapshot(UP, cpu, login)) == "lab: 3 GPUs: 1 free, 1 busy, 1 unknown"
     assert sums(snapshot(bad)) == "lab: 0 GPUs; the node is without working NVML, its GPUs are not counted"
+    assert table(snapshot(login, bad), None, colour=False)[1:3] == [
+        "login1  no GPU: NVML: no NVIDIA driver here (libnvidia-ml.so.1 not found)",
+        "gpu03   GPUs unknown: NVML: driver/library version mismatch",
+    ]
     assert table(snapshot(UP, DOWN, bad), None, "--free", colour=False)[-1] == (
         "lab: 1 GPU: 1 free; 1 of 3 GPUs match; 1 of 3 nodes unreachable, its GPUs are not counted; "
         "1 of 3 nodes without working NVML, its GPUs are not counted"

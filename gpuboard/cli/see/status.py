@@ -255,7 +255,8 @@ def _node_rows(node: NodeView, names: Sequence[str]) -> list[Row]:
     found: list[Cell] = []
     if node.error or not node.gpus:
         error = clean(node.error or "no GPU found")
-        state = node.state if node.state != "up" else "no GPU" if not node.gpus else "up"
+        up = "up" if node.gpus else "GPUs unknown" if hides_gpus(node) else "no GPU"
+        state = up if node.state == "up" else node.state
         text = error if error.startswith(state) else f"{state}: {error}"
         found.append(Cell(text, "1;31" if node.state == "unreachable" else "35"))
     if node.scheduler_reason or node.scheduler_reservation:
