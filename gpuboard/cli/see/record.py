@@ -99,7 +99,8 @@ def _record(core: Core, writer: RecordingWriter, args: argparse.Namespace, end: 
         at, ahead_s = clock.read()
         if ahead_s:
             report(f"the clock was set back by {format_duration(ahead_s)}; the recording's times do not follow it")
-        snapshot = msgspec.structs.replace(scene.snapshot, at=iso(at))  # its events have the times of the frames
+        # events have the times of the frames, which are written in milliseconds
+        snapshot = msgspec.structs.replace(scene.snapshot, at=iso(round(at, 3)))
         events = [*events, *finder.find(snapshot, scene.leases, at)][-EVENTS_MOST:]
         writer.add(Frame(at, snapshot, scene.leases, scene.uids, events))
         show_progress(f"recording: {_summary(writer, time.monotonic() - began)}; ctrl-C ends", context)
