@@ -117,7 +117,7 @@ async def test_a_lease_s_gpus_are_gone_to_from_the_palette(core: Core) -> None:
         await pilot.press("l")
         await lab.settle(pilot, lambda: taken.lease.id in lab.screen(app))
         grid = app.screen.query_one(Grid)
-        await pilot.press("pagedown", "pageup", "s")
+        await pilot.press("pagedown", "pageup", "s", "down", "enter")
         await lab.settle(pilot, lambda: grid._sort == ("owner", False))
         await pilot.press("x")
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog) and app.screen.is_mounted)
