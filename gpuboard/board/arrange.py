@@ -59,7 +59,7 @@ class NodeRow(msgspec.Struct, frozen=True):
     first: int = 0  # of the node's GPUs in this row, where they take several rows
     last: int | None = None  # the one after them; None: all that follow
     leads: bool = True  # whether it is the first of these rows
-    hidden: frozenset[str] = frozenset()  # UUIDs of MIG devices that a filter leaves out
+    hidden: frozenset[str] = frozenset()  # UUIDs of MIG devices that a filter leaves out, or that another row has
 
     @property
     def gpus(self) -> Sequence[GpuView]:
@@ -97,13 +97,24 @@ def arrange(scene: Scene, view: ViewState, matches: Matches | None = None) -> li
     rows = in_order(_rows(scene, matches), view, scene)
     if view.group not in GROUPS or view.group == "none":
         return rows
+    backwards = view.reverse and view.sort == view.group
+
+    def in_order(names: Iterable[str]) -> list[str]:
+        return sorted(names, key=lambda name: _group_order(name, view.group), reverse=backwards)
+
     members: dict[str, list[Row]] = {}
     for row in rows:
-        members.setdefault(_group_of(row, view.group, scene), []).append(row)
-    backwards = view.reverse and view.sort == view.group
-    names = sorted(members, key=lambda name: _group_order(name, view.group), reverse=backwards)
+        if view.group == "user" and isinstance(row, Place) and row.gpu.mig:
+            devices = _by_user(row, scene)
+            for number, name in enumerate(in_order(devices)):
+                part = msgspec.structs.replace(
+                    row, hidden=frozenset(mig.uuid for mig in row.gpu.mig) - devices[name], leads=not number
+                )
+                members.setdefault(name, []).append(part)
+        else:
+            members.setdefault(_group_of(row, view.group, scene), []).append(row)
     arranged: list[Row] = []
-    for name in names:
+    for name in in_order(members):
         below = members[name]
         counts = tally(row.part for row in below if isinstance(row, Place))
         node = scene.nodes.get(name) if view.group == "node" else None
@@ -123,14 +134,19 @@ def arrange_nodes(scene: Scene, view: ViewState, matches: Matches | None = None)
     if view.group == "node":
         view = msgspec.structs.replace(view, group="none")
     arranged: list[NodeRow | Group] = []
-    below: dict[str, tuple[NodeView, list[Place]]] = {}
+    below: dict[str, tuple[NodeView, list[str], set[str]]] = {}
     group = ""
 
     def finish() -> None:
-        for name, (node, places) in below.items():
-            shown = None if whole or not node.gpus else frozenset([place.gpu.uuid for place in places])
-            hidden = frozenset[str]().union(*[place.hidden for place in places])
-            arranged.append(NodeRow(f"node:{name}{group}", node, shown, hidden=hidden))
+        arranged.extend(
+            NodeRow(
+                f"node:{name}{group}",
+                node,
+                None if whole or not node.gpus else frozenset(uuids),
+                hidden=frozenset(hidden),
+            )
+            for name, (node, uuids, hidden) in below.items()
+        )
         below.clear()
 
     for row in arrange(scene, view, matches):
@@ -139,9 +155,11 @@ def arrange_nodes(scene: Scene, view: ViewState, matches: Matches | None = None)
             group = f"/{row.name}"
             arranged.append(row)
         elif isinstance(row, NodeView):
-            below[row.name] = (row, [])
+            below[row.name] = (row, [], set())
         else:
-            below.setdefault(row.node.name, (row.node, []))[1].append(row)
+            _, uuids, hidden = below.setdefault(row.node.name, (row.node, [], set()))
+            uuids.append(row.gpu.uuid)
+            hidden.update(row.hidden)
     finish()
     return arranged
 
@@ -191,6 +209,12 @@ def users_of(of: GpuView | MigView, scene: Scene) -> tuple[str, ...]:
         if process.user is not None:
             names[process.user] = None
     return tuple(names)
+
+
+def is_user_unknown(of: GpuView | MigView) -> bool:
+    """Return whether there may be a user of a GPU or MIG device for which ``users_of`` has no name."""
+    unread = of.processes is None and (isinstance(of, GpuView) or of.state not in {"free", "reserved"})
+    return unread or of.state == "occupied" or bool(of.processes)
 
 
 def age_of(node: NodeView, gpu: GpuView) -> float | None:
@@ -316,7 +340,22 @@ def _group_of(row: Row, group: str, scene: Scene) -> str:
         return row.gpu.name
     if group == "state":
         return row.gpu.state
-    return next(iter(users_of(row.gpu, scene)), NOBODY)
+    return _user_group(row.gpu, scene)
+
+
+def _user_group(of: GpuView | MigView, scene: Scene) -> str:
+    """Return the group of a GPU or MIG device: its first user, nobody, or "unknown"."""
+    if users := users_of(of, scene):
+        return users[0]
+    return "unknown" if of.state == "unknown" or is_user_unknown(of) else NOBODY
+
+
+def _by_user(place: Place, scene: Scene) -> dict[str, set[str]]:
+    """Return the UUIDs of the shown devices of a GPU in MIG mode, by the group that they belong to."""
+    found: dict[str, set[str]] = {}
+    for device in place.part.mig:
+        found.setdefault(_user_group(device, scene), set()).add(device.uuid)
+    return found
 
 
 def _group_order(name: str, group: str) -> tuple[Any, ...]:

@@ -19,12 +19,13 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 
     node: NodeView
     gpu: GpuView
-    hidden: frozenset[str] = frozenset()  # UUIDs of MIG devices that a filter leaves out
+    hidden: frozenset[str] = frozenset()  # UUIDs of MIG devices that a filter leaves out, or that another row has
+    leads: bool = True  # whether no row above has others of its MIG devices
 
     @property
     def part(self) -> GpuView:
         """The GPU without the hidden devices."""
-        return without(self.gpu, self.hidden)
+        return without(self.gpu, self.hidden) if self.hidden else self.gpu
 
 
 def without(gpu: GpuView, hidden: frozenset[str]) -> GpuView:

@@ -382,19 +382,27 @@ async def test_headers_and_keys_sort(tmp_path: Path, view: str) -> None:
 
 async def test_groups_have_headings_and_count(tmp_path: Path) -> None:
     async with at_cluster(tmp_path, lab(), LETTERS) as (_, shown, pilot):
-        await pilot.press("g", "g", "g")
+        await pilot.press("g", "g", "g", "home")
         assert shown.view.group == "user"
-        assert [line[:50].rstrip() for line in lines(shown.grid)][:6] == [
+        assert [line[:61].rstrip() for line in lines(shown.grid)][:11] == [
             "alice  2 GPUs  1 reserved  1 busy",
-            "gpu1   up          b B!Rzf  x",
+            "gpu1   up          b B!Rzf  x                            0/2",
             "bob  1 GPU  1 busy",
-            "gpu1   up          B b!rzf  x",
-            "no one  22 GPUs  5 free  16 unknown  1 broken  2 M",
-            "gpu1   up          b b!rzF  X",
+            "gpu1   up          B b!rzf  x                            0/1",
+            "no one  6 GPUs  5 free  1 broken  1 MIG device  1 free",
+            "gpu1   up          b b!rzF  X                            1/2",
+            "gpu2   up          F F                                   2/2",
+            "gpu3   up          M1F                                   2/2",
+            "gpu10  up          F+                                    1/1",
+            "unknown  16 GPUs  16 unknown  1 MIG device  1 busy",
+            "gpu3   up          M0f                                   0/1",
         ]
-        await pilot.press("home", "down")
+        await pilot.press("down")
         assert shown.cursor_uuid == "GPU-gpu1-0"
-        await pilot.press("g", "g")
+        await pilot.press("t")
+        device = next(line for line in shown.grid.tsv().splitlines() if "\t0:1\t" in line)
+        assert device.startswith("gpu3\t")  # its GPU is in the group above
+        await pilot.press("t", "g", "g")
         assert shown.view.group == "none"
         assert shown.cursor_uuid == "GPU-gpu1-0"
 

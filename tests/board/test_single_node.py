@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from gpuboard.board.text.single_node import host_lines
 from gpuboard.board.theme.styles import UNICODE
 from gpuboard.board.widgets.single_node import MeterGrid, ProcessGrid, SingleNode
 from gpuboard.board.widgets.table import GpuTable
-from gpuboard.model.gpu import Sensors
+from gpuboard.model.gpu import GpuState, Sensors
 from gpuboard.model.snapshot import ProcessView
 from tests.board.lab import screen, settle
 from tests.board.made import GIB, at_cluster, busy, gpu, lease, mig, next_scene, node, scene, unread
@@ -26,6 +27,19 @@ def eight(**changes: object) -> Scene:
     gpus = [busy("dgx", 0, "alice"), busy("dgx", 1, "bob", flags=["rogue"], power=665.0)]
     made = node("dgx", [*gpus, *(gpu("dgx", index) for index in range(2, 8))], load1=3.5)
     return scene(msgspec.structs.replace(made, **changes), leases=[lease("k3f9", "alice", [("dgx", 0)])])
+
+
+def divided(*users: str, beside: Sequence[ProcessView] = ()) -> Scene:
+    """Return a node with a GPU in MIG mode: a free device and one for each user; ``beside``: processes of no device."""
+    taken: GpuState = "busy"
+    split = mig("dgx", 0, "free", *[taken] * len(users))
+    found = [ProcessView(7 + k, user, "train", GIB, "compute") for k, user in enumerate(users)]
+    devices = [
+        split.mig[0],
+        *(msgspec.structs.replace(split.mig[k + 1], processes=[one]) for k, one in enumerate(found)),
+    ]
+    held = msgspec.structs.replace(split, mig=devices, processes=[*found, *beside])
+    return eight(gpus=[held, gpu("dgx", 1)])
 
 
 opened = partial(at_cluster, size=(120, 34))
@@ -54,11 +68,7 @@ async def test_host_gpus_and_processes_are_on_one_screen(tmp_path: Path) -> None
 
 
 async def test_processes_of_mig_devices_that_a_filter_hides_are_not_listed(tmp_path: Path) -> None:
-    split = mig("dgx", 0, "free", "busy", "busy")
-    found = [ProcessView(pid, user, "train", GIB, "compute") for pid, user in ((7, "alice"), (8, "bob"))]
-    devices = [split.mig[0], *(msgspec.structs.replace(split.mig[k + 1], processes=[found[k]]) for k in range(2))]
-    held = msgspec.structs.replace(split, mig=devices, processes=found)
-    async with opened(tmp_path, eight(gpus=[held, gpu("dgx", 1)])) as (_, shown, pilot):
+    async with opened(tmp_path, divided("alice", "bob")) as (_, shown, pilot):
         processes = shown.query_one(ProcessGrid)
         for text, users in (("", {"alice", "bob"}), ("user:alice", {"alice"}), ("state:free", set())):
             shown.use_filter(text)
@@ -66,6 +76,17 @@ async def test_processes_of_mig_devices_that_a_filter_hides_are_not_listed(tmp_p
             drawn = "\n".join(processes.render_line(y).text for y in range(processes.size.height))
             assert {user for user in ("alice", "bob") if user in drawn} == users
         assert "no process on these GPUs" in drawn
+
+
+async def test_processes_of_a_gpu_that_is_in_several_groups_are_listed_once(tmp_path: Path) -> None:
+    of_no_device = ProcessView(9, "carol", "serve", GIB, "compute")
+    async with opened(tmp_path, divided("alice", "bob", beside=[of_no_device])) as (_, shown, pilot):
+        await pilot.press("g", "g", "g")
+        assert shown.view.group == "user"
+        await settle(pilot, lambda: sum(line.startswith("0:") for line in map(str.strip, rows(shown))) == 3)
+        processes = shown.query_one(ProcessGrid)
+        drawn = [processes.render_line(y).text.split()[:2] for y in range(1, processes.size.height)]
+        assert [words for words in drawn if words] == [["0", "alice"], ["0", "bob"], ["0", "carol"]]
 
 
 async def test_the_pane_is_whole(tmp_path: Path) -> None:

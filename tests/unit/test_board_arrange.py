@@ -24,11 +24,11 @@ from gpuboard.board.arrange import (
 )
 from gpuboard.board.filter.conditions import GPUS
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.gpu_row import Device, with_devices
+from gpuboard.board.text.gpu_row import Device, units, with_devices
 from gpuboard.board.text.picture import group_words
 from gpuboard.cli.see import status
 from gpuboard.model.lease import LeaseGpu
-from gpuboard.model.snapshot import ProcessView, Tally
+from gpuboard.model.snapshot import NodeView, ProcessView, Tally
 from gpuboard.model.state import STATES
 from tests.board.made import GIB, busy, gpu, lease, mig, node, scene, unread
 
@@ -107,6 +107,40 @@ def test_groups_have_headers_with_counts() -> None:
         Group("group:unknown", "unknown", counts()),
         "node:gpu3",
     ]  # fmt: skip
+
+
+def test_a_gpu_whose_user_is_not_known_belongs_to_nobody_only_if_it_is_not_in_use() -> None:
+    gpus = [
+        gpu("n", 0), busy("n", 1, None), gpu("n", 2, "occupied"), gpu("n", 3, "broken", processes=None),
+        gpu("n", 4, "broken"), gpu("n", 5, "unknown"),
+    ]  # fmt: skip
+    rows = arrange(scene(node("n", gpus)), ViewState(group="user"))
+    assert [row.name if isinstance(row, Group) else row.gpu.index for row in rows if not isinstance(row, NodeView)] == [
+        "no one", 0, 4, "unknown", 1, 2, 3, 5,
+    ]  # fmt: skip
+
+
+def test_each_device_of_a_gpu_in_mig_mode_is_in_the_group_of_its_user() -> None:
+    split = mig("n", 0, "free", "busy", "busy", "free", "reserved")
+    used = [ProcessView(pid, user, "train", GIB, "compute") for pid, user in ((7, "dave"), (8, None))]
+    devices = [msgspec.structs.replace(split.mig[k], processes=[used[k - 1]] if k in {1, 2} else []) for k in range(5)]
+    held = msgspec.structs.replace(split, mig=devices, processes=used)
+    lent = msgspec.structs.replace(lease("k3f9", "erin", []), gpus=[LeaseGpu("n", 0, "MIG-n-0-4")])
+    shown = scene(node("n", [held, gpu("n", 1)]), leases=[lent])
+    rows = with_devices(arrange(shown, ViewState(group="user")))
+    assert [
+        "".join(text for text, _ in group_words(row)) if isinstance(row, Group)
+        else row.mig.uuid if isinstance(row, Device) else key_of(row)
+        for row in rows
+    ] == [
+        "dave  1 MIG device  1 busy", "GPU-n-0", "MIG-n-0-1",
+        "erin  1 MIG device  1 reserved", "MIG-n-0-4",
+        "no one  1 GPU  1 free  2 MIG devices  2 free", "MIG-n-0-0", "MIG-n-0-3", "GPU-n-1",
+        "unknown  1 MIG device  1 busy", "MIG-n-0-2",
+    ]  # fmt: skip
+    picture = arrange_nodes(shown, ViewState(group="user"), GPUS.parse("state:free,busy").matches)
+    found = [row.name if isinstance(row, Group) else [*map(units, row.parts)] for row in picture]
+    assert found == ["dave", [(0, 1)], "no one", [(2, 2), (1, 1)], "unknown", [(0, 1)]]
 
 
 def test_groups_by_node_know_their_node_and_turn_with_the_sort() -> None:

@@ -121,8 +121,8 @@ class _Body(NamedTuple):
 
     def single_node(self, history: History, rows: int) -> list[Styled]:
         """Return the lines of a single node: host, GPUs, processes."""
-        items = with_devices(arrange(self.scene, self.view))
-        places = [item for item in items if isinstance(item, Place)]
+        arranged = arrange(self.scene, self.view)
+        items, places = with_devices(arranged), [row for row in arranged if isinstance(row, Place)]
         tall = single_node.tall_for(self.scene.snapshot.nodes[0], len(items), rows)
         width = self.columns - _EDGE
         titles = single_node.columns_for(tall)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gpuboard.board.arrange import STATE_ORDER, Row, key_of, users_of
+from gpuboard.board.arrange import STATE_ORDER, Row, is_user_unknown, key_of, users_of
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.format import UNKNOWN, flag_mark
 from gpuboard.board.text.rows import Cell, Runs
@@ -31,13 +31,13 @@ Shown = Row | Device
 
 
 def with_devices(items: Sequence[Row]) -> Sequence[Shown]:
-    """Return the rows with those of MIG devices below their GPUs, without those that a filter leaves out."""
+    """Return the rows with those of MIG devices below their GPUs, without the hidden ones; each GPU once."""
     if not any(isinstance(item, Place) and item.gpu.mig for item in items):
         return items
     found: list[Shown] = []
     for item in items:
         if isinstance(item, Place) and item.gpu.mig:
-            found.append(msgspec.structs.replace(item, gpu=item.part))
+            found += [msgspec.structs.replace(item, gpu=item.part)] * item.leads
             found += (Device(item, device) for device in item.gpu.mig if device.uuid not in item.hidden)
         else:
             found.append(item)
@@ -67,10 +67,9 @@ def owner(of: GpuView | MigView, scene: Scene) -> tuple[str, str]:
     if users := users_of(of, scene):
         mine = any(lease.mine for lease in scene.leases_on(of.uuid))
         return ", ".join(users), "mine" if mine else ""
-    unread = of.processes is None and (isinstance(of, GpuView) or of.state not in {"free", "reserved"})
-    if unread or of.state == "occupied":
-        return UNKNOWN, "unknown"
-    return ("hidden", "unknown") if of.processes else ("-", "dim")
+    if not is_user_unknown(of):
+        return "-", "dim"
+    return "hidden" if of.processes and of.state != "occupied" else UNKNOWN, "unknown"
 
 
 def known(words: str, style: str = "") -> Cell:

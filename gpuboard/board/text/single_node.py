@@ -272,15 +272,15 @@ def process_columns(places: Iterable[Place]) -> tuple[Column, ...]:
 
 def process_rows(places: Iterable[Place]) -> list[Row]:
     """Return a row per process and GPU, by GPU and memory."""
-    found = [(place, process) for place in places for process in place.part.processes or ()]
-    found.sort(key=lambda one: (one[0].gpu.index, -(one[1].memory or 0), one[1].pid))
+    found = {
+        f"{place.gpu.index}:{process_key(process)}": (place, process)  # once: a GPU in MIG mode may have several places
+        for place in places
+        for process in place.part.processes or ()
+    }
+    ordered = sorted(found.items(), key=lambda one: (one[1][0].gpu.index, -(one[1][1].memory or 0), one[1][1].pid))
     return [
-        Row(
-            f"{place.gpu.index}:{process_key(process)}",
-            partial(_process_cells, place.gpu.index, process),
-            dim=place.node.state != "up",
-        )
-        for place, process in found
+        Row(key, partial(_process_cells, place.gpu.index, process), dim=place.node.state != "up")
+        for key, (place, process) in ordered
     ]
 
 

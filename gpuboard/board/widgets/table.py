@@ -146,8 +146,8 @@ _OF_GPU: Mapping[str, Callable[[GpuTable, Place], Cell]] = {
     "uuid": lambda table, at: Cell(at.gpu.uuid),
 }
 _OF_MIG: Mapping[str, Callable[[GpuTable, Device], Cell]] = {
-    # as in the row of its GPU, or not known of MIG devices
-    **dict.fromkeys(("node", "spark", "command"), lambda table, at: Cell("")),
+    "node": lambda table, at: Cell("" if at.place.leads else at.place.node.name),  # else in the row of its GPU
+    **dict.fromkeys(("spark", "command"), lambda table, at: Cell("")),  # too, or not known
     # NVML does not have them of MIG devices
     **dict.fromkeys(("utilization", "sm", "tensor", "power", "temperature"), lambda table, at: Cell("-", "dim")),
     "index": lambda table, at: Cell(device_slot(at.place.gpu, at.mig)),

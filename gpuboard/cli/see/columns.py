@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gpuboard.board.arrange import age_of, sensor, users_of
+from gpuboard.board.arrange import age_of, is_user_unknown, sensor, users_of
 from gpuboard.board.filter.conditions import ALIASES
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.format import reason_beside
@@ -88,9 +88,7 @@ def _state(device: DeviceRow) -> Cell:
 def _user(device: DeviceRow) -> Cell:
     if users := device.users:
         return Cell(",".join(clean(user, 32) for user in users))
-    of = device.mig or device.gpu
-    unread = of.processes is None and (device.mig is None or of.state not in {"free", "reserved"})
-    return Cell("?" if unread or of.processes or of.state == "occupied" else "-")
+    return Cell("?" if is_user_unknown(device.mig or device.gpu) else "-")
 
 
 def _reason(device: DeviceRow, *, beside: bool) -> Cell:
