@@ -534,6 +534,8 @@ def test_a_rank_that_waited_until_the_timeout_is_not_blamed() -> None:
     handle = later(watch(), *joined, Raised(0, "RuntimeError", "Operation timed out!", "/exp/train.py", 9))
     assert handle.cause is not None
     assert handle.cause.kind == "timeout"
+    upload = feed(watch(), Raised(0, "requests.Timeout", "operation timed out!", "/exp/train.py", 9))
+    assert (upload.cause and upload.cause.kind) == "raised", "its own"
 
 
 def test_a_rank_that_was_not_there_when_init_timed_out_is_named_with_its_place() -> None:

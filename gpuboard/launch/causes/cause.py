@@ -20,7 +20,9 @@ _LOST = re.compile(
 _MISMATCH = re.compile(r"op\.preamble\.length|mismatch between collectives", re.IGNORECASE)
 # A rank that waits for another one in a collective until the process group's timeout.
 _TIMEOUT = re.compile(
-    r"timed out waiting \d+ ?ms for|collective operation timeout|wait timeout after|operation timed out!", re.IGNORECASE
+    r"timed out waiting \d+ ?ms for|collective operation timeout|wait timeout after|"
+    r"(RuntimeError|what\(\)): +operation timed out!",
+    re.IGNORECASE,
 )
 
 FailureKind = Literal[
