@@ -85,9 +85,10 @@ def among_effects(failures: Failures) -> Cause:
     text = f"{who} ended with exit code 0 in the middle of training; {others} lost the connection to {them}"
     text += exit_place([failures.exit_places.get(rank, "") for rank in gone])
     evidence = first.text
-    last = re.sub(r"^last (line|error) on stderr: ", "", clean(failures.last_errors.get(rank, ""), 200))
+    quoted = clean(failures.last_errors.get(rank, ""), 200)
+    last = re.sub(r"^last (line|error) on stderr: ", "", quoted)
     if last and len(gone) == 1 and not is_warning(last):  # maybe an error that the script has swallowed
-        text += f"; its last line on stderr: {last}"
+        text += f"; its {quoted if last != quoted else f'last line on stderr: {last}'}"
     else:
         evidence += f"\n→ {UNEVEN_INPUTS}"
     return msgspec.structs.replace(
