@@ -428,7 +428,7 @@ def _network(ones: list[Activity]) -> Stall:
     cause, remedy = f", so {between} may not deliver", _CHECK_NETWORK
     if all(one.current for one in ones):
         cause = f" with equal arguments{cause}"
-    elif ones[0].doing == "collective" and ones[0].peer is None:
+    elif ones[0].doing == "collective" and ones[0].peer is None and "barrier" not in ones[0].call:  # it has no tensor
         cause = f"; without a flight recorder shapes and dtypes are unknown: they differ, or {between} may not deliver"
         remedy = f"{_SAME_CALLS}; if they do, {_CHECK_NETWORK}"
     elif initializing and not joined:
