@@ -99,14 +99,14 @@ def arrange(scene: Scene, view: ViewState, matches: Matches | None = None) -> li
         return rows
     backwards = view.reverse and view.sort == view.group
 
-    def in_order(names: Iterable[str]) -> list[str]:
+    def ordered(names: Iterable[str]) -> list[str]:
         return sorted(names, key=lambda name: _group_order(name, view.group), reverse=backwards)
 
     members: dict[str, list[Row]] = {}
     for row in rows:
         if view.group == "user" and isinstance(row, Place) and row.gpu.mig:
             devices = _by_user(row, scene)
-            for number, name in enumerate(in_order(devices)):
+            for number, name in enumerate(ordered(devices)):
                 part = msgspec.structs.replace(
                     row, hidden=frozenset(mig.uuid for mig in row.gpu.mig) - devices[name], leads=not number
                 )
@@ -114,7 +114,7 @@ def arrange(scene: Scene, view: ViewState, matches: Matches | None = None) -> li
         else:
             members.setdefault(_group_of(row, view.group, scene), []).append(row)
     arranged: list[Row] = []
-    for name in in_order(members):
+    for name in ordered(members):
         below = members[name]
         counts = tally(row.part for row in below if isinstance(row, Place))
         node = scene.nodes.get(name) if view.group == "node" else None
