@@ -144,7 +144,7 @@ def test_a_rank_that_handled_its_exception_with_an_exit_keeps_its_code() -> None
         (
             Exited(1, signal=11),
             "rank 1 (gpu01:3) was killed by SIGSEGV: invalid memory access in native code "
-            "(a C++ or CUDA extension, or libraries of different builds)",
+            "(a C++ or CUDA extension, or libraries of different builds), or endless recursion",
             139,
         ),
         (Exited(1, signal=64), "rank 1 (gpu01:3) was killed by SIGRTMAX", 192),

@@ -10,7 +10,8 @@ from gpuboard.model.text import clean
 
 _SENT = "another process sent it, such as Slurm or an administrator's"
 _SIGNALS = {
-    signal.SIGSEGV: "invalid memory access in native code (a C++ or CUDA extension, or libraries of different builds)",
+    signal.SIGSEGV: "invalid memory access in native code (a C++ or CUDA extension, or libraries of different builds), "
+    "or endless recursion",
     signal.SIGBUS: "memory that it mapped could not be provided: no space in /dev/shm, or a mapped file was truncated",
     signal.SIGABRT: "native code ended the process",
     signal.SIGILL: "an instruction that this CPU lacks: code built for another one",
