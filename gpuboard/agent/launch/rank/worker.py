@@ -216,8 +216,6 @@ def _run_function(namespace: "Dict[str, Any]", config: "Dict[str, Any]") -> None
         raise TypeError("%s is a coroutine function; name a function that calls asyncio.run() with it" % name)
     if distributed.is_initialized():  # unless the function has done it
         distributed.destroy_process_group()
-    if type(result) is int and 0 < result < 256:  # as a console script; a larger one is a number of steps
-        sys.exit(result)
 
 
 def _takes(function: "Any", args: "List[str]") -> bool:
