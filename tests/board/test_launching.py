@@ -71,7 +71,7 @@ def test_what_is_typed_is_checked(tmp_path: Path) -> None:
     for right in ("train.py --lr 1", "-m a.b", "a.b:main x", "--no-python sleep 300", "--no-python ./train.py"):
         assert check_command(right) == ""
         assert check_files(right, folder) == FileProblems(right, folder)
-    assert check_command("") == "train.py, -m module or --no-python program"
+    assert check_command("") == "train.py or -m module"
     assert check_command("train.py 'open") == "the command: no closing quotation"
     assert check_command("-m") == "-m needs a module, like package.train"
     assert check_command("--n 4 train.py") == "--n is not an option of launch"

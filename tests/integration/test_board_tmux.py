@@ -261,7 +261,7 @@ def test_processes_of_the_cluster_and_one_signal_to_two_of_them(screen: Pane, st
         loads = [(process.process.inner, percent) for process, percent in ((one, 71), (two, 9))]
         gpu03.script([Gpu(processes=(("compute", pid, 3 * GIB),), samples=((pid, sm, 0.1),)) for pid, sm in loads])
         screen.keys("P")
-        text = screen.shows("2 processes on 2 GPUs of 1 node, 1 user", "sleep 611", "sleep 612")
+        text = screen.shows("2 processes on 2 GPUs of 1 node", "sleep 611", "sleep 612")
         assert row(text, "sleep 611").split()[:6] == ["alice", "gpu03", "0", str(loads[0][0]), "3.0G", "71"]
         screen.keys("Space", "Space")
         screen.shows("2 selected")

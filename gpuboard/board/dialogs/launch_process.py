@@ -75,7 +75,7 @@ def check_command(command: str) -> str:
     try:
         target_of(command)
     except UsageError as error:
-        return str(error).partition(";")[0] if command.strip() else "train.py, -m module or --no-python program"
+        return str(error).partition(";")[0] if command.strip() else "train.py or -m module"
     return ""
 
 
