@@ -327,9 +327,14 @@ def start_worker(  # noqa: PLR0917
 
 
 def module_source(name: str) -> str:
-    """Return the source text of a module, to run it under another interpreter. Raises ImportError."""
+    """Return the source text of a module, to run it under another interpreter. Raises ImportError and OSError."""
     spec = importlib.util.find_spec(name)
-    text = spec.loader.get_source(name) if spec is not None and spec.loader is not None else None  # type: ignore[attr-defined]
+    try:
+        text = spec.loader.get_source(name) if spec is not None and spec.loader is not None else None  # type: ignore[attr-defined]
+    except ImportError as error:
+        if isinstance(error.__cause__, OSError):  # such as too many open files
+            raise error.__cause__ from None
+        raise
     if text is None:
         raise ImportError("no source of %s here" % name, name=name)
     return str(text)
