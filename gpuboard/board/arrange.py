@@ -344,7 +344,7 @@ def _group_of(row: Row, group: str, scene: Scene) -> str:
 
 
 def _user_group(of: GpuView | MigView, scene: Scene) -> str:
-    """Return the group of a GPU or MIG device: its first user, nobody, or "unknown"."""
+    """Return the group of a GPU or MIG device: its first user, "no one" or "unknown"."""
     if users := users_of(of, scene):
         return users[0]
     return "unknown" if of.state == "unknown" or is_user_unknown(of) else NOBODY
