@@ -25,7 +25,7 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     @property
     def part(self) -> GpuView:
         """The GPU without the hidden devices."""
-        return without(self.gpu, self.hidden) if self.hidden else self.gpu
+        return without(self.gpu, self.hidden)
 
 
 def without(gpu: GpuView, hidden: frozenset[str]) -> GpuView:

@@ -98,7 +98,7 @@ def _models(facts: Sums) -> Iterator[Parts]:
 
 
 def _count(count: Count, words: int) -> Parts:
-    model = f"model={written(count.model)}"
+    model = _of(count)
     free = f"{model} {_FREE}"
     number = f"{count.states['free']:>{len(str(count.total))}}"
     style = "free" if count.states["free"] else "dim"
@@ -118,6 +118,10 @@ def _count(count: Count, words: int) -> Parts:
     return tuple(parts)
 
 
+def _of(count: Count) -> str:
+    return f"model={written(count.model)}"
+
+
 def _in(states: Sequence[str]) -> str:
     return f"state:{','.join(states)}"
 
@@ -134,7 +138,7 @@ def _others(facts: Sums) -> Parts:
 def _only_free(facts: Sums, counts: Sequence[Count], *, cut: bool) -> Parts:
     parts = [*_total(facts), Part(":", "dim")]
     for count in counts:
-        query = f"model={written(count.model)} {_FREE}"
+        query = f"{_of(count)} {_FREE}"
         parts += [Part("  ", "title"), Part(f"{shortest_model(count.model)} ", "title", query)]
         parts.append(Part(str(count.states["free"]), "free", query))
     return (*parts, Part("  …", "dim")) if cut else tuple(parts)
