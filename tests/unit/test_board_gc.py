@@ -9,7 +9,8 @@ def test_passes_wait_for_the_end_of_typing_and_reach_older_objects_at_times() ->
     now = 100.0
     made: list[int] = []
     key_at = 0.0
-    passes = Passes(lambda: now - key_at, lambda: now, made.append)
+    frozen: list[float] = []
+    passes = Passes(lambda: now - key_at, lambda: now, made.append, lambda: frozen.append(now))
 
     def at(seconds: float) -> list[int]:
         nonlocal now
@@ -26,3 +27,4 @@ def test_passes_wait_for_the_end_of_typing_and_reach_older_objects_at_times() ->
     assert at(61.0) == [0]
     generations = [at(61.0 + 10 * number)[0] for number in range(1, 51)]
     assert [generations.count(each) for each in (0, 1, 2)] == [40, 8, 2]
+    assert frozen == [110.0]  # after the first pass, never again

@@ -38,18 +38,27 @@ class Passes:
         quiet_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
         collect: Callable[[int], object] = gc.collect,
+        freeze: Callable[[], object] = gc.freeze,
     ) -> None:
         """``quiet_s``: returns the seconds since the last key."""
         self._quiet_s = quiet_s
         self._clock = clock
         self._collect = collect
+        self._freeze = freeze
         self._made_at = clock()
         self._made = 0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether enough time has passed since the last pass, and since the last key."""
+        return self._clock() - self._made_at >= _EVERY_S and self._quiet_s() >= _QUIET_S
+
     def make(self) -> None:
-        """Make a pass if one is due and no key has been pressed lately. Call it again and again."""
-        if self._clock() - self._made_at < _EVERY_S or self._quiet_s() < _QUIET_S:
+        """Make a pass if one is due. Call it again and again."""
+        if not self.is_due:
             return
         self._made += 1
         self._collect(2 if self._made % _OLDER**2 == 0 else 1 if self._made % _OLDER == 0 else 0)
+        if self._made == 1:
+            self._freeze()  # the first screen's widgets, which stay: passes over older objects take a tenth of the time
         self._made_at = self._clock()
