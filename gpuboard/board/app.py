@@ -38,7 +38,7 @@ from gpuboard.board.terminal.gc import Passes
 from gpuboard.board.terminal.guard import Guard, is_utf8
 from gpuboard.board.terminal.key_queue import InOrder
 from gpuboard.board.terminal.line_filters import AsciiFilter, ColorlessFilter
-from gpuboard.board.terminal.textual_compat import CrashHookApp, SafePalette, screen_text
+from gpuboard.board.terminal.textual_compat import CrashHookApp, SafePalette, draw_frame, screen_text
 from gpuboard.board.theme import themes
 from gpuboard.board.theme.styles import ASCII, UNICODE, Look
 from gpuboard.errors import GpuboardError
@@ -134,7 +134,8 @@ class BoardApp(CrashHookApp):
         self.next: list[str] | None = None  # the command and arguments to continue with
         self._crashed = False
         self._ansi: tuple[str, TerminalTheme] | None = None  # theme, its numbered colours
-        self.look: Look = self.themes[self.theme_in_use].look(self._glyphs)
+        self._theme = self.themes[self.theme_in_use]  # the one on show: textual's own attribute is slow to read
+        self.look: Look = self._theme.look(self._glyphs)
         for name, theme in self.themes.items():
             theme.textual.name = name
             self.register_theme(theme.textual)
@@ -191,7 +192,9 @@ class BoardApp(CrashHookApp):
                 screen.show(self.scene)
             if isinstance(screen, BoardScreen):
                 break
-        self.call_after_refresh(self._passes.make)
+        draw_frame(self.screen)
+        if self._passes.is_due:
+            self.call_after_refresh(self._passes.make)
 
     def on_work_done(self, message: WorkDone) -> None:
         message.then()
@@ -250,6 +253,7 @@ class BoardApp(CrashHookApp):
         theme: BoardTheme | None = self.themes.get(name)
         if theme is None:
             return
+        self._theme = theme
         self.look = theme.look(self._glyphs)
         for screen in self.screen_stack if self.is_running else ():
             if isinstance(screen, BoardScreen) and screen.is_mounted:
@@ -303,7 +307,7 @@ class BoardApp(CrashHookApp):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Return the filters for drawn lines: textual's, or no colour; and ASCII where the terminal needs it."""
-        if self._colorless or self.theme == "plain":
+        if self._colorless or self._theme.textual.name == "plain":
             found: list[LineFilter] = [ColorlessFilter()]
         else:
             found = [*super().get_line_filters()]
@@ -312,7 +316,7 @@ class BoardApp(CrashHookApp):
     def own_line_filters(self) -> Sequence[LineFilter]:
         """Return the filters for lines of which the theme gives all styles: an exact one needs no translation."""
         found = self.get_line_filters()
-        if (theme := self.themes.get(self.theme)) is None or not theme.exact:
+        if not self._theme.exact:
             return found
         return [one for one in found if not isinstance(one, ANSIToTruecolor)]
 

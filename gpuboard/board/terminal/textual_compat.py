@@ -25,6 +25,7 @@ from textual.filter import LineFilter
 from textual.geometry import Region
 from textual.message import Message
 from textual.message_pump import MessagePump
+from textual.screen import Screen
 from textual.strip import Strip
 from textual.timer import Timer
 from textual.widget import Widget
@@ -65,14 +66,38 @@ def lay_out(widget: Widget) -> None:
     widget.refresh(layout=True)
 
 
+def draw_lines(widget: Widget, lines: Iterable[int]) -> None:
+    """Draw whole lines of a widget with the next frame, where its size and its styles stay as they are.
+
+    textual's ``refresh`` wakes the widget, which sends the screen a message, and has sizes and styles found again: a
+    twentieth of the CPU time of a small board.
+    """
+    width = widget.size.width
+    regions = [Region(0, y, width, 1) for y in lines]
+    if not widget.is_attached or not widget._is_mounted:
+        widget.refresh(*regions)
+        return
+    widget._set_dirty(*regions)
+    screen = widget.screen
+    if widget.display and screen in screen._compositor:
+        screen._dirty_widgets.add(widget)
+        screen.check_idle()
+
+
 def draw_now(widget: Widget) -> None:
     """Draw what has changed of a widget at once: the effect of a key. textual waits for the next of 60 times a second.
 
     Not after scrolling, for which textual lays out the screen, nor while it waits for another layout.
     """
-    if widget.is_attached and not widget.screen._layout_required:
+    if widget.is_attached:
         widget.screen._dirty_widgets.add(widget)
-        widget.screen._on_timer_update()
+        draw_frame(widget.screen)
+
+
+def draw_frame(screen: Screen[Any]) -> None:
+    """Draw what has changed on a screen; where it waits for a layout, textual does."""
+    if not screen._layout_required:
+        screen._on_timer_update()
 
 
 class SureTimer(Timer):

@@ -16,7 +16,7 @@ from textual.geometry import Offset, Region, Size
 from textual.message import Message
 from textual.strip import Strip
 
-from gpuboard.board.terminal.textual_compat import draw_now
+from gpuboard.board.terminal.textual_compat import draw_lines, draw_now
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.rows import (
     GAP,
@@ -197,13 +197,12 @@ class Grid(OnBoard, Dragging, can_focus=True):
                 at = self.index_of(self._cursor)
             if at is None:
                 at = self._neighbour(old, before)
-            visible = self._first <= before < self._first + self._page
+            visible = self.FOLLOWS and self._first <= before < self._first + self._page
             if len(old) != len(rows):
                 self._resized()
             self._cursor, self._at = None if at is None else rows[at].key, at or 0
             self._wanted = self._wanted or self._cursor
-            at_top = not self._first and (at or 0) < self._page  # there the first rows stay visible
-            if self.FOLLOWS and at is not None and visible and old and not at_top:
+            if visible and at is not None and old and (self._first or at >= self._page):  # else the first rows stay
                 to = self.scroll_offset.y + (at - before) * self._tall
                 self.scroll_to(y=max(0, to), animate=False, force=True)
         self._settle()
@@ -363,8 +362,8 @@ class Grid(OnBoard, Dragging, can_focus=True):
                 self._lines[index] = _Drawn(line, parts, strips)
                 changed += ((index, number) for number in range(self._tall) if number not in strips)
         if changed:
-            top, width = HEADER - self.scroll_offset.y, self.size.width  # slow: once for all
-            self.refresh(*(Region(0, top + index * self._tall + number, width, 1) for index, number in changed))
+            top = HEADER - self.scroll_offset.y  # slow: once for all
+            draw_lines(self, (top + index * self._tall + number for index, number in changed))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return self.board.own_line_filters()

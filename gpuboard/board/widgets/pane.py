@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from rich.style import Style
 from textual import events
 from textual.filter import LineFilter
-from textual.geometry import Region, Size
+from textual.geometry import Size
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from gpuboard.board.terminal.textual_compat import lay_out
+from gpuboard.board.terminal.textual_compat import draw_lines, lay_out
 from gpuboard.board.text.cells import fit_runs
 from gpuboard.board.text.lines import banner_lines
 from gpuboard.board.text.rows import Cell, runs_of, strip
@@ -51,8 +51,7 @@ class Pane(OnBoard, Widget):
             lay_out(self)
             return
         if changed := [y for y, (before, after) in enumerate(zip(old, self._lines, strict=True)) if before != after]:
-            width = self.size.width
-            self.refresh(*(Region(0, y, width, 1) for y in changed))
+            draw_lines(self, changed)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return self.board.own_line_filters()
