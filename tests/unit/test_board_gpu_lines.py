@@ -172,7 +172,7 @@ def test_a_graph_has_thresholds_in_its_line_and_no_track_where_there_is_a_gap() 
     assert top == [(" 100│", "dim"), ("⠉" * 30, "dim"), (" " * 15, ""), ("⠉" * 10, "dim"), ("⡏⠉⠉⠉⠉", "warn")]
     assert bottom == [
         ("   0│", "dim"), ("⠤" * 30, "busy"), (" " * 15, ""), ("⠤" * 10, "busy"), ("⠃", "warn"),
-        ("    ", "dim"),
+        ("    ", ""),
     ]  # fmt: skip
     old = graphs([shown], GraphFrame(65, 2, ASCII, dim=True, span=HOUR))
     assert {role for line in old for run, role in line if run.strip()} == {"dim"}

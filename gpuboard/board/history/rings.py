@@ -124,6 +124,12 @@ class History:
             self._loaded |= kept.columns.keys()
             self._totals = {}
 
+    @property
+    def newest_at(self) -> float:
+        """When the newest sample was taken, in epoch seconds; 0: there is none."""
+        samples = self.past.records[0]
+        return samples[-1].at if samples else 0.0
+
     def of(self, uuid: str, span: Span = FIVE_MINUTES) -> Samples:
         """Return the samples of a GPU over ``span``, the unfinished bucket included; empty when there are none."""
         times, values = self._of(uuid, span)
@@ -201,23 +207,22 @@ class History:
         devices = [(at, self._devices[key]) for at, key in enumerate(gpus) if key in self._devices]
 
         def total(record: HistoryRecord) -> _Total:
-            if id(record) not in totals:
+            kept = totals.get(id(record))
+            if kept is None:
                 needed = HistoryRecord(record.at, (record.planes[UTILIZATION], record.planes[FREE]))
                 used, free = select(needed, numbers, len(columns)).planes
-                totals[id(record)] = record, _total(used, free, devices)
-            return totals[id(record)][1]
+                kept = totals[id(record)] = record, _total(used, free, devices)
+            return kept[1]
 
-        found = [(record.at, total(record)) for record in records[SPANS.index(span)]]
+        of_span = records[SPANS.index(span)]
+        times, found = [record.at for record in of_span], [*map(total, of_span)]
         newest = _unfinished(records, span, total, _mean)
-        found += [(_newest(records, span), newest)] if newest is not None else []
+        if newest is not None:
+            times.append(_newest(records, span))
+            found.append(newest)
         if len(totals) > 2 * sum(map(len, records)):
             self._totals = {}
-        return Cluster(
-            tuple(at for at, _ in found),
-            tuple(total.utilization for _, total in found),
-            tuple(total.free for _, total in found),
-            tuple(total.known for _, total in found),
-        )
+        return Cluster(tuple(times), *zip(*found, strict=True)) if found else Cluster()
 
     def _add(self, snapshot: Snapshot, now: float) -> bool:
         samples = self.past.records[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -13,12 +14,13 @@ from textual.containers import Container, VerticalScroll
 from gpuboard.board.arrange import age_of, natural_nodes
 from gpuboard.board.dialogs.signal import running, signal_these
 from gpuboard.board.gpu_actions import ActingScreen, GraphScreen
-from gpuboard.board.history import FIVE_MINUTES, History, is_current
+from gpuboard.board.history import FIVE_MINUTES, History, Samples, is_current
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail import gpu as gpu_lines
-from gpuboard.board.text.detail.graphs import GraphFrame
+from gpuboard.board.text.detail.graphs import GraphFrame, graph_width
 from gpuboard.board.text.detail.sensors import activity_graphs, sensor_lines
 from gpuboard.board.text.lines import Runs, above, named, title
+from gpuboard.board.text.plots import plotted_bin
 from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_key, process_rows, with_values
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.board.widgets.footer import Footer
@@ -96,6 +98,7 @@ class GpuPanel(VerticalScroll, can_focus=False):
         super().__init__(id=id)
         self._memory: Memory | None = None
         self._shown: tuple[Scene, str | None, History, Glyphs, float] | None = None
+        self._plotted: tuple[tuple[str, int], Samples] | None = None  # samples, and what they are of
 
     def compose(self) -> ComposeResult:
         yield Pane()
@@ -122,11 +125,26 @@ class GpuPanel(VerticalScroll, can_focus=False):
         height = max(least, min(most, (self.size.height - _PANEL_REST) // 4))
         whole, roomy = self.size.height >= _PANEL_HEALTH_FROM, self.size.height >= _PANEL_GAPS_FROM
         frame = GraphFrame(0, height, glyphs)
-        pane.show(partial(_panel_lines, known, scene, history, frame, roomy=roomy, whole=whole))
+        samples = partial(self._samples, uuid, history)
+        pane.show(partial(_panel_lines, known, scene, samples, frame, roomy=roomy, whole=whole))
+
+    def _samples(self, uuid: str, history: History, frame: GraphFrame) -> Samples:
+        """Return the samples of a GPU as they were when its plots last changed."""
+        newest = plotted_bin(history.newest_at, graph_width(frame), frame.glyphs, frame.span.seconds)
+        if self._plotted is None or self._plotted[0] != (uuid, newest):
+            self._plotted = (uuid, newest), history.of(uuid, frame.span)
+        return self._plotted[1]
 
 
 def _panel_lines(
-    known: Known, scene: Scene, history: History, frame: GraphFrame, width: int, *, roomy: bool, whole: bool
+    known: Known,
+    scene: Scene,
+    samples: Callable[[GraphFrame], Samples],
+    frame: GraphFrame,
+    width: int,
+    *,
+    roomy: bool,
+    whole: bool,
 ) -> list[Runs]:
     """Return the lines of the panel, parted by blank ones if it is ``roomy``; ``whole``: with all checks of health."""
     lines = notice(known, width)
@@ -137,7 +155,7 @@ def _panel_lines(
     frame = frame._replace(width=width, dim=old)
     lines += gpu_lines.head(place, scene, width)
     gap: list[Runs] = [[]] if roomy else []
-    lines += [*gap, *gpu_lines.readings(known.values.gpu, history.of(place.gpu.uuid), frame)]
+    lines += [*gap, *gpu_lines.readings(known.values.gpu, samples(frame), frame)]
     lines += [*gap, title("Processes"), *gpu_lines.processes(known.values, _PANEL_PROCESSES)]
     lines += [*gap, *gpu_lines.neighbour_line(place, width)]
     return lines + gpu_lines.health(place.gpu, width, only_bad=not whole)

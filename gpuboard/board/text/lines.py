@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import width
 
@@ -34,6 +36,11 @@ def named(name: str, words: str, role: str, cells: int) -> list[Runs]:
 
 def wrapped(text: str, cells: int, *, most: int = 6) -> list[str]:
     """Return ``text`` wrapped at blanks to ``cells``, at most ``most`` lines; the last one holds the rest."""
+    return [*_wrapped(text, cells, most)]
+
+
+@lru_cache(maxsize=256)  # the same words are on show for long
+def _wrapped(text: str, cells: int, most: int) -> list[str]:
     lines: list[str] = []
     current, used = "", 0
     words = text.split()

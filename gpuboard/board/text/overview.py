@@ -26,6 +26,7 @@ from gpuboard.nodesets import fold
 from gpuboard.recording.events import ClusterEvent
 
 T = TypeVar("T")
+_Run = tuple[str, str]
 LEAST = 8  # lines of a panel that is worth its room
 _SHORTEST = 7  # lines of a box, where there are two rows of them
 _NARROWEST = 12  # cells of any box
@@ -136,6 +137,11 @@ def _box(name: str, facts: OverviewFacts, cells: int, height: int, glyphs: Glyph
 
 def framed(title: str, note: str, lines: Sequence[Runs], cells: int, height: int) -> list[Runs]:
     """Return a box of exactly that size with a title in its border; lines that do not fit are left out."""
+    return _framed(title, note, tuple(map(tuple, lines[: height - 2])), cells, height)
+
+
+@lru_cache(maxsize=32)  # few boxes change with every scene
+def _framed(title: str, note: str, lines: tuple[tuple[_Run, ...], ...], cells: int, height: int) -> list[Runs]:
     inner = cells - 4
     shown = fit(title, min(width(title), max(0, cells - 6)))
     rest = cells - 5 - width(shown)
@@ -145,10 +151,14 @@ def framed(title: str, note: str, lines: Sequence[Runs], cells: int, height: int
     top: Runs = [("╭─ ", "dim"), (f"{shown} ", "title"), *tail]
     return [
         fit_runs(top, cells, "dim"),
-        *([("│ ", "dim"), *fit_runs(line, inner, ""), (" │", "dim")] for line in lines[: height - 2]),
-        *[[("│ ", "dim"), (" " * inner, ""), (" │", "dim")]] * (height - 2 - len(lines)),
+        *(_beside(fit_runs(line, inner, "")) for line in lines),
+        *[_beside([(" " * inner, "")])] * (height - 2 - len(lines)),
         fit_runs([("╰" + "─" * (cells - 2) + "╯", "dim")], cells, "dim"),
     ]
+
+
+def _beside(line: Runs) -> Runs:
+    return [("│ ", "dim"), *line, (" │", "dim")]
 
 
 def past_note(facts: OverviewFacts) -> str:

@@ -25,7 +25,12 @@ _PATTERNS = " " + "".join(chr(_BRAILLE + dots) for dots in range(1, 256))
 
 def bins(times: Sequence[float], values: Values, bin_s: float, count: int) -> list[float | None]:
     """Return the highest value in each of the ``count`` newest bins (``slices``) of ``bin_s``; None: it has none."""
-    parts = map(values.__getitem__, _slices(tuple(times), bin_s, count))
+    return list(_bins(tuple(times), tuple(values), bin_s, count))
+
+
+@lru_cache(maxsize=64)  # the samples on show are the same for some seconds
+def _bins(times: tuple[float, ...], values: tuple[float | None, ...], bin_s: float, count: int) -> list[float | None]:
+    parts = map(values.__getitem__, _slices(times, bin_s, count))
     if None in values:
         return [max([value for value in part if value is not None], default=None) for part in parts]
     return [max(part) if part else None for part in cast("Iterable[Sequence[float]]", parts)]
@@ -111,6 +116,11 @@ def plotted(times: Sequence[float], values: Values, width: int, glyphs: Glyphs, 
     count = _area(width) * per_cell(glyphs)
     bin_s = span_s / count
     return bins(times, values, bin_s, count + 1)[:-1] if bin_s < _SHORT_S else bins(times, values, bin_s, count)
+
+
+def plotted_bin(time: float, width: int, glyphs: Glyphs, span_s: float) -> int:
+    """Return the number of the bin of ``plotted`` that has ``time``: until it changes, a plot of short bins stays."""
+    return int(time * _area(width) * per_cell(glyphs) // span_s)
 
 
 def plot(values: Values, height: int, glyphs: Glyphs, *, high: float) -> list[tuple[str, str]]:

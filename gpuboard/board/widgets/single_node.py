@@ -78,8 +78,9 @@ class SingleNode(OnBoard, Vertical):
         rows = len(with_devices(items))
         tall = text.tall_for(node, rows, self.size.height)
         wanted = rows * tall if rows else _EMPTY_LINES
-        self.grid.styles.height = min(HEADER + wanted, max(HEADER + 1, self.size.height - len(host)))
-        self.grid.show(scene, items, tall)
+        grid = self.grid
+        grid.styles.height = min(HEADER + wanted, max(HEADER + 1, self.size.height - len(host)))
+        grid.show(scene, items, tall)
         places = [item for item in items if isinstance(item, Place)]
         processes = self.query_one("#node-processes", ProcessGrid)
         processes.set_empty(text.no_process(places))

@@ -97,7 +97,7 @@ def readings(gpu: GpuView, samples: Samples, frame: GraphFrame, further: Sequenc
             "Memory",
             memory + shared,
             times,
-            [None if part is None else part * total_gib for part in samples.memory],
+            tuple([None if part is None else part * total_gib for part in samples.memory]),
             total_gib or 1.0,
             role,
             warn=_MEMORY_WARN * total_gib or inf,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from gpuboard.board.history import FIVE_MINUTES, Span
@@ -47,11 +48,19 @@ class Graph(NamedTuple):
 
     def summary(self) -> str:
         """Return mean and peak in the time on show; "" without values."""
-        known = [value for value in self.values if value is not None]
-        peaks = [value for value in self.peaks or self.values if value is not None]
-        if not known:
+        known = _mean_and_peak(tuple(self.values))
+        if known is None:
             return ""
-        return f"mean {self.words(sum(known) / len(known))}  peak {self.words(max(peaks, default=0.0))}"
+        mean, peak = known
+        if self.peaks:
+            _, peak = _mean_and_peak(tuple(self.peaks)) or (0.0, 0.0)
+        return f"mean {self.words(mean)}  peak {self.words(peak)}"
+
+
+@lru_cache(maxsize=64)  # the samples on show are the same for some seconds
+def _mean_and_peak(values: tuple[float | None, ...]) -> tuple[float, float] | None:
+    known = [value for value in values if value is not None]
+    return (sum(known) / len(known), max(known)) if known else None
 
 
 class Scale(NamedTuple):
@@ -118,15 +127,20 @@ def _drawn(values: tuple[float | None, ...], frame: GraphFrame, scale: Scale) ->
         spans.append((start, start + sum(1 for _ in run), role))
     lines: list[Runs] = []
     for number, (label, area) in enumerate(plot(values, frame.height, frame.glyphs, high=scale.high)):
-        track = _TRACKS[frame.glyphs.ascii] if number == 0 else " "
+        track = _TRACKS[frame.glyphs.ascii] if number == 0 else ""
         parts = [part for start, end, role in spans for part in _parts(area[start:end], role, track)]
-        rest = frame.width - len(label) - len(area)
-        lines.append([(label, "dim"), *parts, *([(" " * rest, "")] if rest > 0 else [])])
+        parts.append((" " * (frame.width - len(label) - len(area)), ""))
+        joined = (("".join(text for text, _ in run), role) for role, run in groupby(parts, itemgetter(1)))
+        lines.append([(label, "dim"), *(part for part in joined if part[0])])
     return lines
 
 
-def _parts(text: str, role: str | None, track: str) -> list[tuple[str, str]]:
-    """Return a part of a plot's line, with the track where its line is not."""
-    if role is None:
-        return [(text, "")]
-    return [(track * len(run), "dim") if run[0] == " " else (run, role) for run in _RUNS.findall(text)]
+def _parts(text: str, role: str | None, track: str) -> Iterable[tuple[str, str]]:
+    """Return a part of a plot's line, with the track where its line is not; blanks have no role, so that they join."""
+    for run in _RUNS.findall(text):
+        if run[0] != " ":
+            yield run, role or ""
+        elif track and role is not None:
+            yield track * len(run), "dim"
+        else:
+            yield run, ""
