@@ -1,9 +1,10 @@
 """`gpuboard`, `nvitop` and `gpustat -i 1` side by side on one node of 8 GPUs: CPU, memory, and time to the first data.
 
-    python bench/beside.py [--seconds 60] [--starts 9] [--real]
+    python bench/beside.py [--seconds 60] [--starts 9] [--idle | --real]
 
 All three run at the same time, each in a tmux pane of 200x60, on the tests' NVML library, whose values change every
-second; each GPU has two processes. With ``--real`` they run on this machine's own GPUs, as they are. CPU and memory are
+second; each GPU has two processes. With ``--idle`` there is one GPU that nobody uses, of which only the power varies,
+by less than a watt. With ``--real`` they run on this machine's own GPUs, as they are. CPU and memory are
 those of the whole process tree, for gpuboard separately for the board and its agent. The start is measured on a
 pseudo-terminal of 200x60, alternating, until data of the GPUs is written. gpuboard writes it before it has imported
 textual; keys are answered once the whole board is drawn, which is measured too.
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' NVML library, which is not in the package
@@ -56,7 +58,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="gpuboard beside nvitop and gpustat")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--starts", type=int, default=9)
-    parser.add_argument("--real", action="store_true", help="on this machine's own GPUs, as they are")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--idle", action="store_true", help="one GPU that nobody uses in place of 8 busy ones")
+    what.add_argument("--real", action="store_true", help="on this machine's own GPUs, as they are")
     args = parser.parse_args()
     for name in ("nvitop", "gpustat"):
         if importlib.util.find_spec(name) is None:
@@ -64,16 +68,22 @@ def main() -> None:
     print(f"load average before: {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as path:
         folder = Path(path)
+        values = idle if args.idle else busy
         if not args.real:
-            moving(folder, 0)
-        running(folder, max(2, round(args.seconds / WINDOW_S)))
+            write_script(folder / "nvml", values(0))
+        running(folder, values, max(2, round(args.seconds / WINDOW_S)))
         starts(folder, args.starts)
 
 
-def moving(folder: Path, second: int) -> None:
-    """Write the values of the GPUs at a second."""
+def idle(second: int) -> list[Gpu]:
+    """Return a GPU without a process, as it is at a second: its power varies as a real one's does."""
+    return [Gpu(power=70_100 + 60 * (7 * second % 13))]
+
+
+def busy(second: int) -> list[Gpu]:
+    """Return 8 GPUs with two processes each, as they are at a second."""
     pids = (os.getpid(), os.getppid())
-    gpus = [
+    return [
         Gpu(
             used=(8 + (second + k) % 4) * GIB,
             utilization=50 + (7 * second + 11 * k) % 50,
@@ -83,7 +93,6 @@ def moving(folder: Path, second: int) -> None:
         )
         for k in range(8)
     ]
-    write_script(folder / "nvml", gpus)
 
 
 def environ(folder: Path) -> dict[str, str]:
@@ -100,7 +109,7 @@ def environ(folder: Path) -> dict[str, str]:
     return env | {"LD_LIBRARY_PATH": str(library()), "FAKE_NVML": str(script)} if script.exists() else env
 
 
-def running(folder: Path, windows: int) -> None:
+def running(folder: Path, values: Callable[[int], list[Gpu]], windows: int) -> None:
     """Run all three at once and print their CPU and memory."""
     tmux = ["tmux", "-S", str(folder / "tmux"), "-f", "/dev/null"]
     size = ["-x", str(SIZE[0]), "-y", str(SIZE[1])]
@@ -110,7 +119,7 @@ def running(folder: Path, windows: int) -> None:
             words = ["new-session", "-d", "-s", name, *size, "-P", "-F", "#{pane_pid}", "exec " + " ".join(command)]
             started = subprocess.run([*tmux, *words], env=environ(folder), check=True, capture_output=True, text=True)
             pids[name] = int(started.stdout)
-        second = _wait(folder, 0, SETTLE_S)
+        second = _wait(folder, values, 0, SETTLE_S)
         for name in pids:
             pane = subprocess.run([*tmux, "capture-pane", "-p", "-t", name], capture_output=True).stdout
             if not shows(DATA[name], pane):
@@ -119,7 +128,7 @@ def running(folder: Path, windows: int) -> None:
         for _ in range(windows):
             before = {name: _parts(name, pid) for name, pid in pids.items()}
             started_ns = time.monotonic_ns()
-            second = _wait(folder, second, WINDOW_S)
+            second = _wait(folder, values, second, WINDOW_S)
             wall_ns = time.monotonic_ns() - started_ns
             for name, parts in before.items():
                 for part, used in parts.items():
@@ -191,14 +200,14 @@ def _start(folder: Path, name: str, pattern: bytes) -> float:
         os.waitpid(pid, 0)
 
 
-def _wait(folder: Path, second: int, seconds: float) -> int:
+def _wait(folder: Path, values: Callable[[int], list[Gpu]], second: int, seconds: float) -> int:
     """Change the GPUs' values for some seconds; return the second reached."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(1.0, left))
         second += 1
         if (folder / "nvml").exists():
-            moving(folder, second)
+            write_script(folder / "nvml", values(second))
     return second
 
 
