@@ -113,6 +113,7 @@ class BoardApp(CrashHookApp):
         self.core = core
         self.guard = guard
         self.scene: Scene | None = None
+        self.in_frame = False  # whether all that changes now is drawn together, at the end of a scene
         self.watches = Watches(self)
         self.follower = Follower(self)
         self._keys = InOrder(self)
@@ -185,16 +186,23 @@ class BoardApp(CrashHookApp):
         """Show the newest scene on the visible screens: the top one, or a dialog and the screen below it."""
         if self.scene is None or not self.is_running:  # a screen that is being taken apart has lost its widgets
             return
-        for screen in reversed(self.screen_stack):
-            if isinstance(screen, BoardScreen) and screen.is_mounted:
-                screen.notice(self.scene)
-            if isinstance(screen, (BoardScreen, Box)) and screen.is_mounted:
-                screen.show(self.scene)
-            if isinstance(screen, BoardScreen):
-                break
+        self.in_frame = isinstance(self.screen, BoardScreen)
+        try:
+            self._show_on_screens(self.scene)
+        finally:
+            self.in_frame = False
         draw_frame(self.screen)
         if self._passes.is_due:
             self.call_after_refresh(self._passes.make)
+
+    def _show_on_screens(self, scene: Scene) -> None:
+        for screen in reversed(self.screen_stack):
+            if isinstance(screen, BoardScreen) and screen.is_mounted:
+                screen.notice(scene)
+            if isinstance(screen, (BoardScreen, Box)) and screen.is_mounted:
+                screen.show(scene)
+            if isinstance(screen, BoardScreen):
+                break
 
     def on_work_done(self, message: WorkDone) -> None:
         message.then()

@@ -188,6 +188,8 @@ class Grid(OnBoard, Dragging, can_focus=True):
         If the cursor's row is gone, the cursor is on the nearest one until the row returns.
         """
         old, self._rows = self._rows, rows
+        if not old and not rows:
+            return
         self._indexes = None
         calm = self._wanted == self._cursor and len(old) == len(rows) and self._at < len(rows)
         if not (calm and rows[self._at].key == self._cursor):
@@ -363,7 +365,8 @@ class Grid(OnBoard, Dragging, can_focus=True):
                 changed += ((index, number) for number in range(self._tall) if number not in strips)
         if changed:
             top = HEADER - self.scroll_offset.y  # slow: once for all
-            draw_lines(self, (top + index * self._tall + number for index, number in changed))
+            lines = (top + index * self._tall + number for index, number in changed)
+            draw_lines(self, lines, wake=not self.board.in_frame)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return self.board.own_line_filters()
