@@ -38,7 +38,7 @@ from gpuboard.board.terminal.gc import Passes
 from gpuboard.board.terminal.guard import Guard, is_utf8
 from gpuboard.board.terminal.key_queue import InOrder
 from gpuboard.board.terminal.line_filters import AsciiFilter, ColorlessFilter
-from gpuboard.board.terminal.textual_compat import CrashHookApp, SafePalette, draw_frame, screen_text
+from gpuboard.board.terminal.textual_compat import CrashHookApp, SafePalette, one_frame, screen_text
 from gpuboard.board.theme import themes
 from gpuboard.board.theme.styles import ASCII, UNICODE, Look
 from gpuboard.errors import GpuboardError
@@ -113,7 +113,6 @@ class BoardApp(CrashHookApp):
         self.core = core
         self.guard = guard
         self.scene: Scene | None = None
-        self.in_frame = False  # whether all that changes now is drawn together, at the end of a scene
         self.watches = Watches(self)
         self.follower = Follower(self)
         self._keys = InOrder(self)
@@ -186,12 +185,8 @@ class BoardApp(CrashHookApp):
         """Show the newest scene on the visible screens: the top one, or a dialog and the screen below it."""
         if self.scene is None or not self.is_running:  # a screen that is being taken apart has lost its widgets
             return
-        self.in_frame = isinstance(self.screen, BoardScreen)
-        try:
+        with one_frame(self.screen):
             self._show_on_screens(self.scene)
-        finally:
-            self.in_frame = False
-        draw_frame(self.screen)
         if self._passes.is_due:
             self.call_after_refresh(self._passes.make)
 

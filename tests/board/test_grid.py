@@ -145,15 +145,25 @@ async def test_without_rows_it_shows_what_to_do() -> None:
         assert app.messages == [("moved", "a"), ("moved", None)]
 
 
+async def drawn_lines(grid: Grid, pilot: Pilot[None]) -> list[int]:
+    """Draw the whole grid once more; return a list that gets every line that is drawn from then on."""
+    drawn: list[int] = []
+    render_line = grid.render_line
+    grid.render_line = lambda y: (drawn.append(y), render_line(y))[1]  # type: ignore[method-assign,func-returns-value]
+    grid.refresh()
+    await pilot.pause()
+    assert drawn
+    drawn.clear()
+    return drawn
+
+
 async def test_only_visible_rows_are_made_and_only_changed_lines_drawn() -> None:
     async with opened() as (_, grid, pilot):
         made: list[int] = []
         grid.set_rows(many(8000, made))
         await pilot.pause()
         assert set(made) == set(range(10))
-        drawn: list[int] = []
-        render_line = grid.render_line
-        grid.render_line = lambda y: (drawn.append(y), render_line(y))[1]  # type: ignore[method-assign,func-returns-value]
+        drawn = await drawn_lines(grid, pilot)
         grid.set_rows(many(8000))
         await pilot.pause()
         assert drawn == []
@@ -197,9 +207,7 @@ async def test_of_a_tall_row_only_the_changed_line_is_drawn() -> None:
         grid.set_tall(3)
         grid.set_rows(tall("curve", "reason"))
         await pilot.pause()
-        drawn: list[int] = []
-        render_line = grid.render_line
-        grid.render_line = lambda y: (drawn.append(y), render_line(y))[1]  # type: ignore[method-assign,func-returns-value]
+        drawn = await drawn_lines(grid, pilot)
         grid.set_rows(tall("other curve", "reason"))
         await pilot.pause()
         assert drawn == [2]  # below the header and the row's first line

@@ -9,6 +9,7 @@ import re
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from rich.segment import Segment
@@ -81,6 +82,73 @@ async def test_a_change_is_drawn_at_once() -> None:
         assert drawn[-1] == "before"
         compat.draw_now(changed)
         assert drawn[-1] == "after"
+
+
+class Letters(Widget):
+    """Lines of one letter each, of which it notes those that are drawn."""
+
+    DEFAULT_CSS = "Letters { padding: 1 2; height: 8; background: red; }"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters = "abcdef"
+        self.drawn: list[int] = []
+
+    def render_line(self, y: int) -> Strip:
+        self.drawn.append(y)
+        return Strip([Segment(self.letters[y], self.visual_style.rich_style)])
+
+
+async def test_only_the_given_lines_are_drawn_with_the_next_frame() -> None:
+    app: App[int] = App()
+    async with app.run_test() as pilot:
+        letters = Letters()
+        compat.draw_lines(letters, [0])  # nobody shows it yet
+        await app.screen.mount(letters)
+        await pilot.pause()
+        assert letters.drawn == [*range(6)]
+        for text, lines in (("Abcdef", [0]), ("ABCDEF", [*range(1, 6)])):  # few lines, and many
+            letters.letters = text
+            letters.drawn.clear()
+            compat.draw_lines(letters, lines)
+            await pilot.pause()
+            assert letters.drawn == lines
+            kept = letters.render_lines(Region(0, 0, *letters.size))
+            letters.refresh()
+            assert letters.render_lines(Region(0, 0, *letters.size)) == kept  # as if all had been drawn
+            await pilot.pause()
+        letters.display = False
+        await pilot.pause()
+        letters.letters = "aBCDEF"
+        compat.draw_lines(letters, [0])
+        await pilot.pause()
+        letters.display = True
+        await pilot.pause()
+        assert compat.screen_text(app).split()[0] == "a"
+
+
+async def test_the_changes_of_a_frame_are_drawn_in_one_go() -> None:
+    app: App[int] = App()
+    async with app.run_test() as pilot:
+        letters, others = Letters(), Letters()
+        await app.screen.mount(letters, others)
+        await pilot.pause()
+        for one in (letters, others):
+            one.drawn.clear()
+        woken = Mock(wraps=app.screen.check_idle)
+        app.screen.check_idle = woken  # type: ignore[method-assign]
+        with compat.one_frame(app.screen):
+            compat.draw_lines(letters, [1])
+            compat.draw_lines(others, [2])
+            assert letters.drawn == others.drawn == []
+        assert (letters.drawn, others.drawn) == ([1], [2])  # at once
+        assert not woken.called
+        with pytest.raises(ZeroDivisionError), compat.one_frame(app.screen):
+            raise ZeroDivisionError
+        compat.draw_lines(letters, [3])
+        assert woken.called
+        await pilot.pause()
+        assert letters.drawn == [1, 3]
 
 
 async def test_the_lines_of_a_widget_that_has_not_changed_are_kept() -> None:

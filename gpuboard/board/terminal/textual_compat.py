@@ -6,10 +6,11 @@ Checked with textual 8.2; a new release can rename them without notice, so look 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from io import StringIO
 from typing import Any
+from weakref import WeakSet
 
 from rich.console import Console
 from textual import message_pump
@@ -32,6 +33,7 @@ from textual.widget import Widget
 from textual.worker import Worker
 
 _FEW_LINES = 4  # more are made as textual does
+_collecting: WeakSet[Screen[Any]] = WeakSet()  # within ``one_frame``
 _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - set(map(ord, "\t\n\r")))
 
 
@@ -67,10 +69,8 @@ def lay_out(widget: Widget) -> None:
     widget.refresh(layout=True)
 
 
-def draw_lines(widget: Widget, lines: Iterable[int], *, wake: bool = True) -> None:
+def draw_lines(widget: Widget, lines: Iterable[int]) -> None:
     """Draw whole lines of a widget with the next frame, where its size and its styles stay as they are.
-
-    ``wake``: the screen, for that frame; not where ``draw_frame`` follows.
 
     textual's ``refresh`` wakes the widget, which sends the screen a message, and has sizes and styles found again: a
     twentieth of the CPU time of a small board.
@@ -84,7 +84,7 @@ def draw_lines(widget: Widget, lines: Iterable[int], *, wake: bool = True) -> No
     screen = widget.screen
     if widget.display and screen in screen._compositor:
         screen._dirty_widgets.add(widget)
-        if wake:
+        if screen not in _collecting:
             screen.check_idle()
 
 
@@ -95,11 +95,21 @@ def draw_now(widget: Widget) -> None:
     """
     if widget.is_attached:
         widget.screen._dirty_widgets.add(widget)
-        draw_frame(widget.screen)
+        _draw_frame(widget.screen)
 
 
-def draw_frame(screen: Screen[Any]) -> None:
-    """Draw what has changed on a screen; where it waits for a layout, textual does."""
+@contextmanager
+def one_frame(screen: Screen[Any]) -> Iterator[None]:
+    """Draw what changes on a screen meanwhile in one go, at the end."""
+    _collecting.add(screen)
+    try:
+        yield
+    finally:
+        _collecting.discard(screen)
+    _draw_frame(screen)
+
+
+def _draw_frame(screen: Screen[Any]) -> None:
     if not screen._layout_required:
         screen._on_timer_update()
 

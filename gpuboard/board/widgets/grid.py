@@ -199,13 +199,14 @@ class Grid(OnBoard, Dragging, can_focus=True):
                 at = self.index_of(self._cursor)
             if at is None:
                 at = self._neighbour(old, before)
-            visible = self.FOLLOWS and self._first <= before < self._first + self._page
+            follows = self.FOLLOWS and bool(old) and at not in {None, before}
+            visible = follows and self._first <= before < self._first + self._page
             if len(old) != len(rows):
                 self._resized()
             self._cursor, self._at = None if at is None else rows[at].key, at or 0
             self._wanted = self._wanted or self._cursor
-            if visible and at is not None and old and (self._first or at >= self._page):  # else the first rows stay
-                to = self.scroll_offset.y + (at - before) * self._tall
+            if visible and (self._first or self._at >= self._page):  # else the first rows stay
+                to = self.scroll_offset.y + (self._at - before) * self._tall
                 self.scroll_to(y=max(0, to), animate=False, force=True)
         self._settle()
         self._touch()
@@ -365,8 +366,7 @@ class Grid(OnBoard, Dragging, can_focus=True):
                 changed += ((index, number) for number in range(self._tall) if number not in strips)
         if changed:
             top = HEADER - self.scroll_offset.y  # slow: once for all
-            lines = (top + index * self._tall + number for index, number in changed)
-            draw_lines(self, lines, wake=not self.board.in_frame)
+            draw_lines(self, (top + index * self._tall + number for index, number in changed))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return self.board.own_line_filters()

@@ -51,7 +51,7 @@ class Pane(OnBoard, Widget):
             lay_out(self)
             return
         if changed := [y for y, (before, after) in enumerate(zip(old, self._lines, strict=True)) if before != after]:
-            draw_lines(self, changed, wake=not self.board.in_frame)
+            draw_lines(self, changed)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return self.board.own_line_filters()
