@@ -7,6 +7,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
@@ -185,7 +186,8 @@ class BoardApp(CrashHookApp):
         """Show the newest scene on the visible screens: the top one, or a dialog and the screen below it."""
         if self.scene is None or not self.is_running:  # a screen that is being taken apart has lost its widgets
             return
-        with one_frame(self.screen):
+        # a key that has just been pressed is drawn between the parts of a scene
+        with nullcontext() if self.core.key_first.pressed else one_frame(self.screen):
             self._show_on_screens(self.scene)
         if self._passes.is_due:
             self.call_after_refresh(self._passes.make)

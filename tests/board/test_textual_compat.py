@@ -142,11 +142,11 @@ async def test_the_changes_of_a_frame_are_drawn_in_one_go() -> None:
             compat.draw_lines(others, [2])
             assert letters.drawn == others.drawn == []
         assert (letters.drawn, others.drawn) == ([1], [2])  # at once
-        assert not woken.called
+        woken.assert_not_called()
         with pytest.raises(ZeroDivisionError), compat.one_frame(app.screen):
             raise ZeroDivisionError
         compat.draw_lines(letters, [3])
-        assert woken.called
+        woken.assert_called()
         await pilot.pause()
         assert letters.drawn == [1, 3]
 
