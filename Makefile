@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 VENV ?= .venv
-WORKERS ?= 7
+WORKERS ?= 8
 # The first interpreter that is new enough and runs (a version manager's shim on PATH may not run), first among those that
 # can create environments. The system's go before others: distributions build with profile-guided optimization, version
 # managers do not, and tests take a quarter less CPU.
