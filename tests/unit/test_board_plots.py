@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuboard.board.text.plots import bins, curve, meter, per_cell, plot, plotted, time_axis
+from gpuboard.board.text.plots import bins, curve, meter, per_cell, plot, plotted, plotted_until, time_axis
 from gpuboard.board.theme.styles import ASCII, UNICODE, Glyphs
 
 GLYPHS = pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
@@ -37,6 +39,25 @@ def test_a_plot_has_an_axis_and_the_newest_at_the_right() -> None:
     assert lines == [(" 100│", "⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀"), ("   0│", "          ")]
     assert plot(plotted(times, [50.0] * 300, 15, ASCII, span_s=300), 3, ASCII, high=700)[0][0] == " 700|"
     assert plot(plotted([], [], 9, UNICODE, span_s=300), 2, UNICODE, high=100) == [(" 100│", "    "), ("   0│", "    ")]
+
+
+def test_a_plot_stays_until_a_short_bin_has_ended_and_else_shows_each_sample() -> None:
+    times = [1000.0 + 0.9 * number for number in range(300)]
+    values = [float(number % 101) for number in range(300)]
+    stayed = []
+    for width in (20, 64, 120):
+        plots = [
+            (
+                plotted_until(times[k - 1], width, UNICODE, span_s=300),
+                plotted(times[:k], values[:k], width, UNICODE, span_s=300),
+            )
+            for k in range(1, 300)
+        ]
+        same = [before[1] == after[1] for (before, after) in pairwise(plots) if before[0] == after[0]]
+        assert all(same)
+        stayed.append(len(same))
+    assert stayed == [0, 193, 92]  # of 298: bins of 10, 2.5 and 1.3 s
+    assert plotted_until(1234.5, 12, ASCII, span_s=300) == 1234.5  # bins of 43 s: the unfinished one is shown
 
 
 def test_the_axis_of_time_fits() -> None:

@@ -20,7 +20,7 @@ from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.board.text.detail.graphs import GraphFrame, graph_width
 from gpuboard.board.text.detail.sensors import activity_graphs, sensor_lines
 from gpuboard.board.text.lines import Runs, above, named, title
-from gpuboard.board.text.plots import plotted_bin
+from gpuboard.board.text.plots import plotted_until
 from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_key, process_rows, with_values
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.board.widgets.footer import Footer
@@ -98,7 +98,7 @@ class GpuPanel(VerticalScroll, can_focus=False):
         super().__init__(id=id)
         self._memory: Memory | None = None
         self._shown: tuple[Scene, str | None, History, Glyphs, float] | None = None
-        self._plotted: tuple[tuple[str, int], Samples] | None = None  # samples, and what they are of
+        self._plotted: tuple[tuple[str, float], Samples] | None = None  # samples, and what they are of
 
     def compose(self) -> ComposeResult:
         yield Pane()
@@ -130,9 +130,9 @@ class GpuPanel(VerticalScroll, can_focus=False):
 
     def _samples(self, uuid: str, history: History, frame: GraphFrame) -> Samples:
         """Return the samples of a GPU as they were when its plots last changed."""
-        newest = plotted_bin(history.newest_at, graph_width(frame), frame.glyphs, frame.span.seconds)
-        if self._plotted is None or self._plotted[0] != (uuid, newest):
-            self._plotted = (uuid, newest), history.of(uuid, frame.span)
+        until = plotted_until(history.newest_at, graph_width(frame), frame.glyphs, span_s=frame.span.seconds)
+        if self._plotted is None or self._plotted[0] != (uuid, until):
+            self._plotted = (uuid, until), history.of(uuid, frame.span)
         return self._plotted[1]
 
 

@@ -118,9 +118,13 @@ def plotted(times: Sequence[float], values: Values, width: int, glyphs: Glyphs, 
     return bins(times, values, bin_s, count + 1)[:-1] if bin_s < _SHORT_S else bins(times, values, bin_s, count)
 
 
-def plotted_bin(time: float, width: int, glyphs: Glyphs, span_s: float) -> int:
-    """Return the number of the bin of ``plotted`` that has ``time``: until it changes, a plot of short bins stays."""
-    return int(time * _area(width) * per_cell(glyphs) // span_s)
+def plotted_until(newest: float, width: int, glyphs: Glyphs, *, span_s: float) -> float:
+    """Return the time up to which ``plotted`` shows samples of which the newest is of ``newest``.
+
+    Until it changes, the plot stays as it is.
+    """
+    bin_s = span_s / (_area(width) * per_cell(glyphs))
+    return newest // bin_s * bin_s if bin_s < _SHORT_S else newest
 
 
 def plot(values: Values, height: int, glyphs: Glyphs, *, high: float) -> list[tuple[str, str]]:
