@@ -132,7 +132,7 @@ class LineCache(StylesCache):
     """Returns the lines of a widget at once where nothing of it has changed, and makes only those that have.
 
     For every frame textual wants all lines of all widgets, and goes through styles and lines also of those that have
-    not changed: a fifth of the board's time.
+    not changed: a tenth of the board's time.
     """
 
     def __init__(self) -> None:
