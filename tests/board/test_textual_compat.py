@@ -14,8 +14,10 @@ import pytest
 from rich.segment import Segment
 from rich.style import Style
 from textual import _parser, _time, timer
-from textual.app import App
+from textual._compositor import Compositor
+from textual.app import App, ComposeResult
 from textual.command import CommandList
+from textual.containers import Container, VerticalScroll
 from textual.drivers import web_driver
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.drivers.linux_driver import LinuxDriver
@@ -185,6 +187,56 @@ async def test_the_lines_of_a_widget_that_has_not_changed_are_kept() -> None:
         counted.styles.width = 9
         await pilot.pause()
         assert (text(lines()), lines()[0].cell_length) == ("four", 9)
+
+
+async def test_a_frame_asks_only_what_is_seen_on_its_lines() -> None:
+    asked: list[Widget] = []
+
+    class Asked(Container):
+        def render_lines(self, crop: Region) -> list[Strip]:
+            asked.append(self)
+            return super().render_lines(crop)
+
+    class Short(Letters):
+        def render_lines(self, crop: Region) -> list[Strip]:
+            return [line.crop(0, 9) for line in super().render_lines(crop)]
+
+    class Layers(Screen[None]):
+        CSS = """
+        Layers { layers: low high; }
+        #covered { height: 4; }
+        #seen { height: 8; padding: 1 4; layout: horizontal; }
+        #seen Letters { width: 1fr; }
+        #scrolled { height: 5; overflow-y: scroll; }
+        #scrolled Letters { height: 9; }
+        #above { layer: high; offset: 10 3; width: 7; height: 4; }
+        """
+
+        def compose(self) -> ComposeResult:
+            yield Asked(Letters(), id="covered")
+            yield Asked(Letters(), Short(), id="seen")
+            yield VerticalScroll(Letters(), id="scrolled")
+            yield Container(id="above")
+
+    app: App[int] = App()
+    async with app.run_test(size=(40, 24)) as pilot:
+        screen = Layers()
+        await app.push_screen(screen)
+        screen.query_one("#scrolled").scroll_to(y=2, animate=False)
+        await pilot.pause()
+        compositor, whole = screen._compositor, app.size.region
+        assert isinstance(compositor, compat.LineCompositor)
+        drawn = Compositor._render_chops(compositor, whole, lambda y: True)
+        assert compositor._render_chops(whole, lambda y: True) == drawn
+        for lines in itertools.combinations(range(24), 2):
+            crop = Region(0, lines[0], 40, lines[1] - lines[0] + 1)
+            found = compositor._render_chops(crop, lines.__contains__)
+            assert [found[y] for y in lines] == [drawn[y] for y in lines]
+        seen = screen.query_one("#seen")  # its padding is
+        for lines, widgets in (((0, 3), []), ((0, 5), [seen]), ((4, 11), [seen]), ((12, 14), [])):
+            asked.clear()
+            compositor._render_chops(whole, lines.__contains__)
+            assert asked == widgets
 
 
 async def test_a_timer_comes_also_where_the_clock_has_passed_its_time_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,17 @@ Checked with textual 8.2; a new release can rename them without notice, so look 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import StringIO
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 from rich.console import Console
 from textual import message_pump
+from textual import screen as screen_module
 from textual import widget as widget_module
+from textual._compositor import Compositor
 from textual._styles_cache import StylesCache
 from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XTermParser
 from textual.app import App
@@ -163,6 +165,40 @@ class LineCache(StylesCache):
 
 
 setattr(widget_module, "StylesCache", LineCache)  # noqa: B010  # every widget makes its own
+
+
+class LineCompositor(Compositor):
+    """Asks for the lines of a frame only the widgets that are seen there.
+
+    textual asks every widget between the first and the last of them, also containers that their contents cover.
+    """
+
+    def _render_chops(self, crop: Region, is_rendered_line: Callable[[int], bool]) -> Sequence[Mapping[int, Strip]]:
+        cuts = self.cuts
+        lines = {y: dict[int, Strip | None].fromkeys(cuts[y][:-1]) for y in crop.line_range if is_rendered_line(y)}
+        empty = {y: len(line) for y, line in lines.items()}  # how many parts of it no widget has filled yet
+        for widget, (region, clip) in self.visible_widgets.items():  # from the front to the back
+            shown = region.intersection(clip)
+            wanted = [y for y in empty if shown.y <= y < shown.bottom]
+            if not wanted or not shown.width:
+                continue
+            strips = widget.render_lines(shown.translate(-region.offset))
+            left, right = shown.column_span
+            for y in wanted:
+                places = [cut for cut in cuts[y] if left <= cut <= right]
+                parts = strips[y - shown.y].divide([cut - left for cut in places[1:]])
+                for place, part in zip(places, parts, strict=False):  # a line may be shorter than its widget
+                    if lines[y][place] is None:
+                        lines[y][place] = part
+                        empty[y] -= 1
+                if not empty[y]:
+                    del empty[y]
+            if not empty:
+                break
+        return cast("Sequence[Mapping[int, Strip]]", [lines.get(y, {}) for y in range(len(cuts))])
+
+
+setattr(screen_module, "Compositor", LineCompositor)  # noqa: B010  # every screen makes its own
 
 
 class CrashHookApp(App[int]):
