@@ -75,19 +75,26 @@ class ClusterScreen(SortedScreen, ActingScreen):
         self._marks: frozenset[str] = frozenset()
         self._matching: tuple[int, int] | None = None  # GPUs and nodes that match the filter; None: no filter
         self._single = False  # there is one node only
+        history = self.board.core.history
+        self._summary, self._banners, self._status = Summary(id="summary"), Banners(id="banners"), Lines(id="status")
+        self._picture, self._table = Picture(history, id="picture"), GpuTable(history, id="table")
+        self._single_node = SingleNode(history, id="single")
+        self._rows = RowsAndOverview(self._show_overview, id="left")
+        self._overview = OverviewPanel(Gatherer(history, self.board.core.events), id="overview")
+        self._side = GpuPanel(id="side")
 
     def compose(self) -> ComposeResult:
-        yield Summary(id="summary")
-        yield Banners(id="banners")
+        yield self._summary
+        yield self._banners
         yield self.filter_field()
         with Horizontal(id="body"):
-            with RowsAndOverview(self._show_overview, id="left"):
-                yield Picture(self.board.core.history, id="picture")
-                yield SingleNode(self.board.core.history, id="single")
-                yield GpuTable(self.board.core.history, id="table")
-                yield OverviewPanel(Gatherer(self.board.core.history, self.board.core.events), id="overview")
-            yield GpuPanel(id="side")
-        yield Lines(id="status")
+            with self._rows:
+                yield self._picture
+                yield self._single_node
+                yield self._table
+                yield self._overview
+            yield self._side
+        yield self._status
         yield Footer()
 
     def on_mount(self) -> None:
@@ -95,8 +102,8 @@ class ClusterScreen(SortedScreen, ActingScreen):
         self.view = self.board.preferences.view
         self.field.put(self.view.filter)
         self._single = len(self.board.core.nodes) == 1
-        self.query_one("#table", GpuTable).choose(choices(self.board.preferences.columns))
-        for picture in (self.query_one("#picture", Picture), self.query_one("#single", SingleNode).grid):
+        self._table.choose(choices(self.board.preferences.columns))
+        for picture in (self._picture, self._single_node.grid):
             picture.listed = self._listed
         self._switch()
         self.grid.set_empty(f"Reading {len(self.board.core.nodes)} nodes")
@@ -147,13 +154,13 @@ class ClusterScreen(SortedScreen, ActingScreen):
     def grid(self) -> Picture | MeterGrid | GpuTable:
         """The view that is shown."""
         if self.view.view != "picture":
-            return self.query_one("#table", GpuTable)
-        return self.query_one("#single", SingleNode).grid if self._single else self.query_one("#picture", Picture)
+            return self._table
+        return self._single_node.grid if self._single else self._picture
 
     def show(self, scene: Scene) -> None:
         """Draw ``scene``: the visible rows, and one pass over all GPUs for sums, filter and order."""
-        self.query_one("#summary", Summary).show_scene(scene)
-        self.query_one("#banners", Banners).show_scene(scene)
+        self._summary.show_scene(scene)
+        self._banners.show_scene(scene)
         matches = self._matches
         if self._single != (len(scene.snapshot.nodes) == 1):
             with self._cursor_kept():
@@ -168,7 +175,7 @@ class ClusterScreen(SortedScreen, ActingScreen):
         else:
             rows = arrange(scene, self.view, matches)
             if isinstance(grid, MeterGrid):
-                self.query_one("#single", SingleNode).show(scene, rows)
+                self._single_node.show(scene, rows)
             else:
                 grid.show(scene, rows)
             self._matching = count(rows) if matches else None
@@ -185,10 +192,9 @@ class ClusterScreen(SortedScreen, ActingScreen):
 
     def _listed(self) -> GpuTable:
         """Return the table, with the GPUs of the newest scene also while it is hidden."""
-        table = self.query_one("#table", GpuTable)
         if (scene := self.board.scene) is not None:
-            table.show(scene, arrange(scene, self.view, self._matches))
-        return table
+            self._table.show(scene, arrange(scene, self.view, self._matches))
+        return self._table
 
     def _show_beside(self) -> None:
         """Show what stands beside and below the rows."""
@@ -217,11 +223,10 @@ class ClusterScreen(SortedScreen, ActingScreen):
 
     def _place_pane(self) -> None:
         place, size = pane_of(self.view, *self.size)
-        side = self.query_one("#side", GpuPanel)
         self.set_class(place == "below", "-below")
-        side.display = place != "hidden"
-        side.styles.width = size if place == "right" else "1fr"
-        side.styles.height = size if place == "below" else "1fr"
+        self._side.display = place != "hidden"
+        self._side.styles.width = size if place == "right" else "1fr"
+        self._side.styles.height = size if place == "below" else "1fr"
 
     def action_pane(self) -> None:
         """Move the detail pane from the right to below the rows, hide it, show it again."""
@@ -232,21 +237,19 @@ class ClusterScreen(SortedScreen, ActingScreen):
         self._place_pane()
 
     def _show_side(self) -> None:
-        side = self.query_one("#side", GpuPanel)
-        if side.display and self.board.scene is not None:
+        if self._side.display and self.board.scene is not None:
             place = self.cursor_place
             uuid = place.gpu.uuid if place else self.cursor_uuid
-            side.show_gpu(self.board.scene, uuid, self.board.core.history, self.board.look.glyphs)
+            self._side.show_gpu(self.board.scene, uuid, self.board.core.history, self.board.look.glyphs)
 
     def _show_overview(self) -> None:
         """Show the overview over the lines below the rows; processes of a single node end above it."""
         scene = self.board.scene
         if scene is None:
             return
-        left, panel = self.query_one("#left"), self.query_one("#overview", OverviewPanel)
-        panel.take(free_lines(scene, self.view, *left.size))
-        self.query_one("#node-processes").styles.margin = (0, 0, panel.lines, 0)
-        panel.show_scene(scene)
+        self._overview.take(free_lines(scene, self.view, *self._rows.size))
+        self._single_node.processes.styles.margin = (0, 0, self._overview.lines, 0)
+        self._overview.show_scene(scene)
 
     def _show_status(self) -> None:
         """Show selection, filter and order, then the legend of letters and marks."""
@@ -275,7 +278,7 @@ class ClusterScreen(SortedScreen, ActingScreen):
         nodes = self.board.scene.snapshot.nodes if self.board.scene else ()
         for sign, style, word in legend(nodes, view.view == "picture", room, words):
             runs += [(sign, style), (f" {word}  " if sign else word, "dim")]
-        self.query_one("#status", Lines).set_lines([tuple(runs)])
+        self._status.set_lines([tuple(runs)])
 
     # Cursor and selection
 
@@ -323,7 +326,7 @@ class ClusterScreen(SortedScreen, ActingScreen):
     def action_columns(self) -> None:
         if self.view.view != "table":
             self.action_view()
-        open_columns(self.board, self.query_one("#table", GpuTable))
+        open_columns(self.board, self._table)
 
     @contextmanager
     def _cursor_kept(self) -> Iterator[None]:
@@ -341,9 +344,8 @@ class ClusterScreen(SortedScreen, ActingScreen):
 
     def _switch(self) -> None:
         """Show the chosen view with the selection of the other."""
-        single = self.query_one("#single", SingleNode)
-        for shown, grid in ((single, single.grid), *((grid, grid) for grid in self.query("#picture, #table"))):
-            shown.display = grid is self.grid
+        for shown in (self._single_node, self._picture, self._table):
+            shown.display = shown is (self._single_node if isinstance(self.grid, MeterGrid) else self.grid)
         self.grid.marks = self._marks
         self.grid.set_sort(self.view.sort or None, self.view.reverse)
         self.refresh_bindings()

@@ -96,12 +96,13 @@ class GpuPanel(VerticalScroll, can_focus=False):
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
+        self._pane = Pane()
         self._memory: Memory | None = None
         self._shown: tuple[Scene, str | None, History, Glyphs, float] | None = None
         self._plotted: tuple[tuple[str, float], Samples] | None = None  # samples, and what they are of
 
     def compose(self) -> ComposeResult:
-        yield Pane()
+        yield self._pane
 
     def on_resize(self) -> None:
         if self._shown is not None:
@@ -113,10 +114,9 @@ class GpuPanel(VerticalScroll, can_focus=False):
         self._show(*self._shown)
 
     def _show(self, scene: Scene, uuid: str | None, history: History, glyphs: Glyphs, at: float) -> None:
-        pane = self.query_one(Pane)
         if uuid is None:
             self._memory = None
-            pane.show(lambda width: [[("Move to a GPU to see it here.", "dim")]])
+            self._pane.show(lambda width: [[("Move to a GPU to see it here.", "dim")]])
             return
         if self._memory is None or self._memory.uuid != uuid:
             self._memory = Memory(uuid)
@@ -126,7 +126,7 @@ class GpuPanel(VerticalScroll, can_focus=False):
         whole, roomy = self.size.height >= _PANEL_HEALTH_FROM, self.size.height >= _PANEL_GAPS_FROM
         frame = GraphFrame(0, height, glyphs)
         samples = partial(self._samples, uuid, history)
-        pane.show(partial(_panel_lines, known, scene, samples, frame, roomy=roomy, whole=whole))
+        self._pane.show(partial(_panel_lines, known, scene, samples, frame, roomy=roomy, whole=whole))
 
     def _samples(self, uuid: str, history: History, frame: GraphFrame) -> Samples:
         """Return the samples of a GPU as they were when its plots last changed."""

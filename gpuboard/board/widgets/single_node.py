@@ -54,17 +54,15 @@ class SingleNode(OnBoard, Vertical):
 
     def __init__(self, history: History, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._history = history
+        self.grid = MeterGrid(history, id="meters")
+        self.processes = ProcessGrid(text.TITLES, id="node-processes")
+        self._host = Lines(id="host")
         self._shown: tuple[Scene, Sequence[Item]] | None = None
 
     def compose(self) -> ComposeResult:
-        yield Lines(id="host")
-        yield MeterGrid(self._history, id="meters")
-        yield ProcessGrid(text.TITLES, id="node-processes")
-
-    @property
-    def grid(self) -> MeterGrid:
-        return self.query_one("#meters", MeterGrid)
+        yield self._host
+        yield self.grid
+        yield self.processes
 
     def on_resize(self) -> None:
         if self._shown is not None:
@@ -74,15 +72,13 @@ class SingleNode(OnBoard, Vertical):
         self._shown = (scene, items)
         node = scene.snapshot.nodes[0]
         host = text.host_lines(node, self.board.look.glyphs, self.size.width)
-        self.query_one("#host", Lines).set_lines(host)
+        self._host.set_lines(host)
         rows = len(with_devices(items))
         tall = text.tall_for(node, rows, self.size.height)
         wanted = rows * tall if rows else _EMPTY_LINES
-        grid = self.grid
-        grid.styles.height = min(HEADER + wanted, max(HEADER + 1, self.size.height - len(host)))
-        grid.show(scene, items, tall)
+        self.grid.styles.height = min(HEADER + wanted, max(HEADER + 1, self.size.height - len(host)))
+        self.grid.show(scene, items, tall)
         places = [item for item in items if isinstance(item, Place)]
-        processes = self.query_one("#node-processes", ProcessGrid)
-        processes.set_empty(text.no_process(places))
-        processes.set_columns(text.process_columns(places))
-        processes.set_rows(text.process_rows(places))
+        self.processes.set_empty(text.no_process(places))
+        self.processes.set_columns(text.process_columns(places))
+        self.processes.set_rows(text.process_rows(places))
