@@ -171,10 +171,12 @@ def test_the_cluster_has_the_mean_of_the_read_gpus_and_those_that_are_free() -> 
         5.0,
     )
     both = Cluster((5.0,), (130 / 3,), (3.0,), (5,))  # a GPU in MIG mode counts as its devices
-    assert history.cluster() == both
+    assert History().newest() == Cluster()
+    assert history.cluster() == history.newest() == both
     assert history.cluster(HOUR) == history.cluster(DAY) == both._replace(times=(0.0,))
     history.add(shot(node("n", [one(state="unknown")], state="unreachable")), 31.0)
     assert history.cluster(HOUR) == Cluster((0.0, 30.0), (130 / 3, None), (3.0, None), (5, 0))
+    assert history.newest() == Cluster((31.0,), (None,), (None,), (0,))
     history.add(shot(node("o", [mig("o", 0, "free", "busy", "busy", "free", "free")])), 36.0)  # as many as now
     assert history.cluster().free == (4.5, None, 3.0)
     history.add(shot(node("o", [gpu("o", 0)])), 41.0)

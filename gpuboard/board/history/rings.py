@@ -200,9 +200,27 @@ class History:
 
     def cluster(self, span: Span = FIVE_MINUTES) -> Cluster:
         """Return the samples of all GPUs of this board over ``span``, the unfinished bucket included."""
-        records, columns = self.past
+        past = self.past
+        total, of_span = self._totals_in(past), past.records[SPANS.index(span)]
+        times, found = [record.at for record in of_span], [*map(total, of_span)]
+        newest = _unfinished(past.records, span, total, _mean)
+        if newest is not None:
+            times.append(_newest(past.records, span))
+            found.append(newest)
+        if len(self._totals) > 2 * sum(map(len, past.records)):
+            self._totals = {}
+        return _cluster(times, found)
+
+    def newest(self) -> Cluster:
+        """Return the newest sample of all GPUs of this board; empty where there is none."""
+        past = self.past
+        samples = past.records[0][-1:]
+        return _cluster([record.at for record in samples], [*map(self._totals_in(past), samples)])
+
+    def _totals_in(self, past: Past) -> Callable[[HistoryRecord], _Total]:
+        """Return what counts the GPUs of this board in a record of ``past``, each record once."""
         own, totals = self._own, self._totals
-        gpus = {key: number for key, number in columns.items() if key in own and not is_host(key)}
+        gpus = {key: number for key, number in past.columns.items() if key in own and not is_host(key)}
         numbers = list(gpus.values())
         devices = [(at, self._devices[key]) for at, key in enumerate(gpus) if key in self._devices]
 
@@ -210,19 +228,11 @@ class History:
             kept = totals.get(id(record))
             if kept is None:
                 needed = HistoryRecord(record.at, (record.planes[UTILIZATION], record.planes[FREE]))
-                used, free = select(needed, numbers, len(columns)).planes
+                used, free = select(needed, numbers, len(past.columns)).planes
                 kept = totals[id(record)] = record, _total(used, free, devices)
             return kept[1]
 
-        of_span = records[SPANS.index(span)]
-        times, found = [record.at for record in of_span], [*map(total, of_span)]
-        newest = _unfinished(records, span, total, _mean)
-        if newest is not None:
-            times.append(_newest(records, span))
-            found.append(newest)
-        if len(totals) > 2 * sum(map(len, records)):
-            self._totals = {}
-        return Cluster(tuple(times), *zip(*found, strict=True)) if found else Cluster()
+        return total
 
     def _add(self, snapshot: Snapshot, now: float) -> bool:
         samples = self.past.records[0]
@@ -306,6 +316,10 @@ def _unfinished(
             begin = _begin(records[0][-1].at, each)
             found = [part(record) for record in finer if record.at >= begin] + ([merge(found)] if found else [])
     return merge(found) if found else None
+
+
+def _cluster(times: Sequence[float], found: Sequence[_Total]) -> Cluster:
+    return Cluster(tuple(times), *zip(*found, strict=True)) if found else Cluster()
 
 
 def _total(utilization: bytes, freedom: bytes, devices: Sequence[tuple[int, int]]) -> _Total:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from gpuboard.board.history import Cluster, History, Span
@@ -17,7 +18,8 @@ from gpuboard.recording.events import ClusterEvent
 class OverviewFacts(NamedTuple):
     """What the boxes show."""
 
-    past: Cluster
+    past: Callable[[float], Cluster]  # for a plot that stays the same until the time that it is given changes
+    newest: Cluster  # its newest sample; empty: there is none
     free: int  # GPUs
     people: Sequence[Person]
     endings: Sequence[UpcomingEnd]
@@ -38,12 +40,14 @@ class Gatherer:
         self._events = events
         self._people = People()
         self._upcoming = Upcoming()
+        self._past: tuple[tuple[Span, float], Cluster] | None = None  # and what it is of
 
     def facts(self, scene: Scene, span: Span) -> OverviewFacts:
         """Return the facts of a scene and of the ``span`` before it."""
         now = seconds_of(scene.snapshot.at)
         return OverviewFacts(
-            self._history.cluster(span),
+            partial(self._past_until, span),
+            self._history.newest(),
             scene.sums.free,
             self._people.of(scene, self.order),
             self._upcoming.of(scene, now),
@@ -54,3 +58,9 @@ class Gatherer:
             span,
             self.order,
         )
+
+    def _past_until(self, span: Span, until: float) -> Cluster:
+        """Return the past as it was when ``until`` last changed."""
+        if self._past is None or self._past[0] != (span, until):
+            self._past = (span, until), self._history.cluster(span)
+        return self._past[1]

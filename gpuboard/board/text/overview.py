@@ -18,7 +18,7 @@ from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import fit, fit_runs, width
 from gpuboard.board.text.lines import Runs, wrapped
 from gpuboard.board.text.picture import size_for, split
-from gpuboard.board.text.plots import plot, plotted, time_axis
+from gpuboard.board.text.plots import plot, plotted, plotted_until, time_axis
 from gpuboard.board.text.single_node import tall_for
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.model.units import format_duration, seconds_of
@@ -162,18 +162,19 @@ def _beside(line: Runs) -> Runs:
 
 
 def past_note(facts: OverviewFacts) -> str:
-    past = facts.past
-    if not past.times:
+    newest = facts.newest
+    if not newest.times:
         return ""
-    used, known = past.utilization[-1], past.free[-1] is not None
+    used, known = newest.utilization[-1], newest.free[-1] is not None
     return f"{'?' if used is None else f'{used:.0f}%'} utilized  {facts.free if known else '?'} free"
 
 
 def past_lines(facts: OverviewFacts, cells: int, most: int, glyphs: Glyphs) -> list[Runs]:
     """Return plots of utilization and of free GPUs over the span, on one time axis."""
-    past, span_s = facts.past, facts.span.seconds
     if most < 3:
         return []
+    span_s, newest_at = facts.span.seconds, max(facts.newest.times, default=0.0)
+    past = facts.past(plotted_until(newest_at, cells, glyphs, span_s=span_s))
     low = (most - 3) // 2 if most >= 7 else 0  # lines of free GPUs; the border has their number, too
     total = max([1, *past.known])
     high = most - 2 - (low + 1 if low else 0)
