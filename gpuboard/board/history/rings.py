@@ -212,7 +212,7 @@ class History:
         return _cluster(times, found)
 
     def newest(self) -> Cluster:
-        """Return the newest sample of all GPUs of this board; empty where there is none."""
+        """Return the newest sample of all GPUs of this board; empty before the first."""
         past = self.past
         samples = past.records[0][-1:]
         return _cluster([record.at for record in samples], [*map(self._totals_in(past), samples)])

@@ -19,7 +19,7 @@ class OverviewFacts(NamedTuple):
     """What the boxes show."""
 
     past: Callable[[float], Cluster]  # for a plot that stays the same until the time that it is given changes
-    newest: Cluster  # its newest sample; empty: there is none
+    newest: Cluster  # its newest sample; empty before the first
     free: int  # GPUs
     people: Sequence[Person]
     endings: Sequence[UpcomingEnd]
