@@ -19,7 +19,7 @@ from gpuboard.launch.stalls.words import of_several
 from gpuboard.model.units import iso
 from tests.board import lab
 from tests.board.test_runs import beside, entry, keep, made_at, opened, view
-from tests.integration.launch_lab import Launch
+from tests.integration.launch_lab import Launch, without_torch
 
 REDUCE = "waits in all_reduce (collective 812) at train.py:88 in step"
 LOAD = "idle at train.py:41 in load_batch"
@@ -192,5 +192,5 @@ def test_a_stall_is_drawn_and_explained_on_request(tmp_path: Path) -> None:
             await pilot.press("e")
             await lab.settle(pilot, lambda: lab.shown(app, "s ago: unchanged", *picture))
 
-    with Launch(tmp_path, STALL, "--grace", "0") as launch:
+    with Launch(tmp_path, STALL, *without_torch(tmp_path), "--grace", "0") as launch:
         asyncio.run(scenario(launch))

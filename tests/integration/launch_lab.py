@@ -74,6 +74,11 @@ def write_torch(folder: Path) -> Path:
     return folder
 
 
+def without_torch(folder: Path) -> tuple[str, ...]:
+    """Return options of a launch whose ranks import the replacement."""
+    return ("--env", f"PYTHONPATH={write_torch(folder / 'fake')}")
+
+
 class Launch:
     """One `gpuboard launch` on this machine, on CPU; a context manager that ends it."""
 
@@ -92,7 +97,7 @@ class Launch:
         stdin: int = subprocess.DEVNULL,
         keep: Sequence[int] = (),
     ) -> None:
-        """``script``: text of what the ranks run. ``torch``: the real one. ``terminal``: fd for stdout and stderr.
+        """``script``: text of what the ranks run. ``torch``: whether it is imported first. ``terminal``: fd for both outputs.
 
         With the option --no-python ``script`` is a program. ``before``: what runs the command (``unshare -n``).
         ``port``: the rank map's master_port. ``stdin``: a file. ``keep``: descriptors that it inherits.
@@ -109,12 +114,12 @@ class Launch:
         program = "--no-python" in options
         (folder / "script.py").chmod(0o755)
         python = [] if program else ["--python", sys.executable]
-        stand_in = [] if torch else ["--env", f"PYTHONPATH={write_torch(folder / 'fake')}"]
+        imports = [] if torch else ["--no-preimport"]  # saves 1.5 s per rank
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             [
                 *(*before, sys.executable, "-m", "gpuboard", "launch", "--device", "cpu", "--rank-map", "map.json"),
-                *(*python, *stand_in, *options, "./script.py" if program else "script.py", *args),
+                *(*python, *imports, *options, "./script.py" if program else "script.py", *args),
             ],
             cwd=folder,
             env=self.env,

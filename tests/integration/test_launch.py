@@ -44,8 +44,8 @@ print(*sys.argv[1:], *(f"{name}={os.environ[name]}" for name in names.split()))
 def test_an_exception_is_printed_first_and_ends_all_within_two_seconds(tmp_path: Path) -> None:
     script = """
 import os, time
-from torch.distributed import meet
-meet()
+from torch import distributed
+distributed.init_process_group("gloo")
 def step():
     while os.environ["RANK"] != "1" or not os.path.exists("fail"):
         time.sleep(0.02)
@@ -53,7 +53,7 @@ def step():
 print("up", flush=True)
 step()
 """
-    with Launch(tmp_path, script, n=3) as run:
+    with Launch(tmp_path, script, n=3, torch=True) as run:
         run.wait_for("up", times=3)
         (tmp_path / "fail").touch()
         took = Stopwatch()
@@ -90,13 +90,13 @@ time.sleep(600)
 def test_exit_0_before_init_is_a_failure_when_another_waits(tmp_path: Path) -> None:
     script = """
 import os, sys, time
-from torch.distributed import meet
+from torch import distributed
 if os.environ["RANK"] == "1":
     sys.exit(0)
-meet()
+distributed.init_process_group("gloo")
 time.sleep(600)
 """
-    with Launch(tmp_path, script) as run:
+    with Launch(tmp_path, script, torch=True) as run:
         assert run.wait() == 1
         assert (
             "ended with exit code 0 before init_process_group; rank 0 would wait for it until the timeout"
@@ -107,13 +107,13 @@ time.sleep(600)
 def test_rank_0_may_run_on_after_the_other(tmp_path: Path) -> None:
     script = """
 import os, time
-from torch.distributed import meet
-meet()
+from torch import distributed
+distributed.init_process_group("gloo")
 if os.environ["RANK"] == "0":
     time.sleep(3)
     print("saved")
 """
-    with Launch(tmp_path, script) as run:
+    with Launch(tmp_path, script, torch=True) as run:
         assert run.wait() == 0
         assert "saved" in run.text["out"]
         assert run.view().state == "done"

@@ -62,7 +62,7 @@ with open("/dev/shm/full", "w+b") as file:
 def test_a_damaged_torch_is_not_a_missing_one(tmp_path: Path, file: str, text: str, code: int, words: str) -> None:
     broken = write_torch(tmp_path / "broken")
     (broken / "torch" / file).write_text(text)
-    with Launch(tmp_path, "", "--env", f"PYTHONPATH={broken}", n=1) as run:
+    with Launch(tmp_path, "", "--env", f"PYTHONPATH={broken}", n=1, torch=True) as run:
         assert run.wait() == code
         assert words.format(broken) in run.text["err"]
         assert "has no torch" not in run.text["err"]

@@ -19,7 +19,7 @@ from gpuboard.launch.runs.folder import RunFolder
 from gpuboard.leases.rank_map import rank_map as rank_map_of
 from gpuboard.model.request import ChosenGpu
 from tests.integration.here import Here
-from tests.integration.launch_lab import SLEEP, STUBBORN, Launch, parent, write_torch
+from tests.integration.launch_lab import SLEEP, STUBBORN, Launch, parent, without_torch, write_torch
 from tests.integration.ranks_driver import wait_gone
 from tests.nvml import Gpu, write_script
 from tests.sshd import SSHD, Sshd
@@ -161,6 +161,7 @@ print(sys.orig_argv[0])
 """
     options, args = ["--env", "ODD=a\nb\u00e9 '\"$", "--python", "venv/python"], ["", "x\ny", "--help"]
     env = {"PWD": f"{tmp_path}/link", "NCCL_SOCKET_IFNAME": "site0"}
+    options += without_torch(tmp_path)  # the interpreter has none
     with Launch(tmp_path, script, *options, n=1, args=args, env=env) as run:
         assert run.wait() == 0
         assert run.text["out"].splitlines() == [

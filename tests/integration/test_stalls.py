@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.integration.launch_lab import Launch
+from tests.integration.launch_lab import Launch, without_torch
 from tests.waiting import until
 
 # One run with a stall after the other; the test ends each by a FIFO or a signal. The last one cannot end.
@@ -129,7 +129,7 @@ def test_a_stalled_run_is_ended_on_request(tmp_path: Path) -> None:
     """The replacement of torch has no flight recorder: the stacks decide."""
     script = "import os, time\nfrom torch.distributed import barrier, meet\nmeet()\n"
     script += "if os.environ['RANK'] == '1':\n    time.sleep(600)\nbarrier()\n"
-    with Launch(tmp_path, script, "--on-stall", "kill", "--grace", "0") as run:
+    with Launch(tmp_path, script, *without_torch(tmp_path), "--on-stall", "kill", "--grace", "0") as run:
         assert run.wait() == 1
         assert "which is at script.py:5; rank 0 (" in run.text["err"]
         assert "the run is stalled (--on-stall kill); stopping ranks 0-1: SIGKILL now" in run.text["err"]
@@ -141,7 +141,7 @@ def test_the_thread_that_keeps_a_rank_is_named(tmp_path: Path) -> None:
     script = "import os, threading, time\nfrom torch.distributed import barrier, meet\nmeet()\n"
     script += "def log():\n    time.sleep(600)\nif os.environ['RANK'] == '1':\n"
     script += "    other = threading.Thread(target=log)\n    other.start()\n    other.join()\nbarrier()\n"
-    with Launch(tmp_path, script, "--on-stall", "kill", "--grace", "0") as run:
+    with Launch(tmp_path, script, *without_torch(tmp_path), "--on-stall", "kill", "--grace", "0") as run:
         assert run.wait() == 1
         assert "is at script.py:9; its thread Thread-1 (log) is at script.py:5 in log; rank 0 (" in run.text["err"]
 
