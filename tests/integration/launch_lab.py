@@ -97,7 +97,7 @@ class Launch:
         stdin: int = subprocess.DEVNULL,
         keep: Sequence[int] = (),
     ) -> None:
-        """``script``: text of what the ranks run. ``torch``: whether it is imported first. ``terminal``: fd for both outputs.
+        """``script``: text of what the ranks run. ``torch``: imported first. ``terminal``: fd for stdout and stderr.
 
         With the option --no-python ``script`` is a program. ``before``: what runs the command (``unshare -n``).
         ``port``: the rank map's master_port. ``stdin``: a file. ``keep``: descriptors that it inherits.
