@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from rich.cells import cell_len
+from textual.geometry import Region
 from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
@@ -405,6 +406,29 @@ async def test_groups_have_headings_and_count(tmp_path: Path) -> None:
         await pilot.press("t", "g", "g")
         assert shown.view.group == "none"
         assert shown.cursor_uuid == "GPU-gpu1-0"
+
+
+async def test_cursor_and_marks_are_in_one_group(tmp_path: Path) -> None:
+    async with at_cluster(tmp_path, lab(), LETTERS) as (app, shown, pilot):
+        await pilot.press("space", "g", "g", "g")  # the cursor goes on
+        assert (shown.targets(), shown.cursor_uuid) == (["GPU-gpu1-0"], "GPU-gpu1-1")
+        ground = app.look.style("cursor").bgcolor
+        assert ground is not None
+        rows = shown.grid.render_lines(Region(0, 0, *shown.grid.size))
+        found = [[run.text for run in row if run.style and run.style.bgcolor == ground] for row in rows]
+        assert [texts for texts in found if texts] == [["B", "!"]]
+
+
+async def test_a_process_on_a_mig_device_counts_once_for_its_user(tmp_path: Path) -> None:
+    parts = mig("gpu1", 0, "busy", "free")
+    process = busy("gpu1", 0, "dave").processes
+    parts = msgspec.structs.replace(
+        parts, processes=process, mig=[msgspec.structs.replace(parts.mig[0], processes=process), parts.mig[1]]
+    )
+    nodes = node("mig1", [parts]), *lab().snapshot.nodes, *crowd(40).snapshot.nodes
+    async with at_cluster(tmp_path, scene(*nodes), (200, 60)) as (_, shown, _):
+        [row] = [line for line in lines(shown.grid) if line.startswith("mig1 ")]
+        assert row.rstrip().endswith(" dave")
 
 
 async def test_a_node_without_gpus_is_itself_in_every_group(tmp_path: Path) -> None:

@@ -190,7 +190,8 @@ def cells_of(item: NodeRow, drawing: Drawing) -> tuple[Cell, ...]:
     if not item.leads:
         last = item.first + len(item.gpus) - 1
         return (Cell(""), Cell(f"GPU {item.first}-{last}", "dim"), Cell(_gpus(item, drawing, head=True)[0]), Cell(""))
-    name = Cell(node.name, "title" if focus.node == node.name else "")
+    here = focus.node == node.name and (item.shown is None or focus.uuid is None or focus.uuid in item.shown)
+    name = Cell(node.name, "title" if here else "")
     connection = _connection(node)
     if not node.gpus:
         return (name, connection, Cell(_no_gpus(node, drawing)[0], trouble_role(node), rest=True))
@@ -254,9 +255,10 @@ def _gpus(item: NodeRow, drawing: Drawing, *, head: bool) -> list[Runs]:
     size, look = ink.size, ink.look
     lines: list[list[tuple[str, str | Style]]] = [[] for _ in range(1 if head else size.lines - 1)]
     for place, gpu in enumerate(item.gpus):
-        marked = gpu.uuid in focus.marks
-        over = look.style("cursor") if gpu.uuid == focus.uuid else Style()
-        if item.shown is not None and gpu.uuid not in item.shown:
+        shown = item.shown is None or gpu.uuid in item.shown
+        marked, here = shown and gpu.uuid in focus.marks, shown and gpu.uuid == focus.uuid
+        over = look.style("cursor") if here else Style()
+        if not shown:
             text = letter_of(gpu)[0].lower() + flag_mark(gpu.flags)[0] if head else ""
             cell = [[(text.ljust(size.width), "dim")]] * len(lines)
         else:
@@ -265,7 +267,7 @@ def _gpus(item: NodeRow, drawing: Drawing, *, head: bool) -> list[Runs]:
         for line, parts in zip(lines, cell, strict=True):
             if place and place % PACK == 0:
                 line.append((" ", ""))
-            if gpu.uuid != focus.uuid and not marked:
+            if not here and not marked:
                 line.extend(parts)
                 continue
             under = look.style("marked") if marked else Style()
@@ -277,13 +279,14 @@ def _gpus(item: NodeRow, drawing: Drawing, *, head: bool) -> list[Runs]:
 
 def _users(gpus: Sequence[GpuView], scene: Scene, cells: int) -> str:
     """Return the users of GPUs with how many they have; where not all fit, the first ones and how many others."""
-    users = Counter(
-        user
-        for gpu in gpus
-        for user in (*users_of(gpu, scene)[:1], *(name for one in gpu.mig for name in users_of(one, scene)[:1]))
-    ).most_common()
+    users = Counter(user for gpu in gpus for user in _first_users(gpu, scene)).most_common()
     words = ", ".join(f"{user} {count}" if count > 1 else user for user, count in users)
     return words if width(words) <= cells else fit_names([user for user, _ in users], cells).rstrip()
+
+
+def _first_users(gpu: GpuView, scene: Scene) -> Sequence[str]:
+    """Return the first user of a GPU, or of each of its MIG devices: processes on these are listed for both."""
+    return [name for one in gpu.mig for name in users_of(one, scene)[:1]] or users_of(gpu, scene)[:1]
 
 
 def group_words(group: Group) -> Runs:
