@@ -91,16 +91,21 @@ def onto(base: ThemeFile, theme: ThemeFile) -> ThemeFile:
 
 
 def style(text: str, where: str, color: Callable[[str, str], Color]) -> Style:
-    """Return the style for ``text``: attributes, a colour, ``on`` a colour (read by ``color``). Raises BadTheme."""
+    """Return the style for ``text``: attributes, a colour, ``on`` a colour (read by ``color``).
+
+    An attribute after ``not`` is off also on a line that has it: ``not dim``. Raises BadTheme.
+    """
     attributes: dict[str, Any] = {}
     fore: Color | None = None
     back: Color | None = None
-    ground = False
+    ground = off = False
     for word in text.split():
         if word == "on" and not ground:
             ground = True
+        elif word == "not" and not ground and not off:
+            off = True
         elif word in ATTRIBUTES and not ground:
-            attributes[word] = True
+            attributes[word], off = not off, False
         elif ground and back is None:
             back = color(word, where)
         elif not ground and fore is None:
@@ -109,4 +114,6 @@ def style(text: str, where: str, color: Callable[[str, str], Color]) -> Style:
             raise BadTheme(f"{where} = {text!r}: write it as: bold #ff7b7b on #000000")
     if ground and back is None:
         raise BadTheme(f"{where} = {text!r}: no colour after `on`")
+    if off:
+        raise BadTheme(f"{where} = {text!r}: no attribute after `not`")
     return Style(color=fore, bgcolor=back, **attributes)
