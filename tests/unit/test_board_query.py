@@ -161,7 +161,8 @@ def test_connecting_and_unreachable_nodes_are_distinguished() -> None:
         ("state:free  util<", "util< needs a value: a percentage, util<10", 12),
         (
             "state:free,",
-            "state: needs a value: one of allocated, broken, mig, unknown, reserved, busy, occupied, free",
+            "state: needs a value: one of allocated, broken, mig, unknown, reserved, busy, occupied, free, up, stale, "
+            "connecting, unreachable",
             0,
         ),
         ("alice -", "- needs a word or key:value to exclude", 6),

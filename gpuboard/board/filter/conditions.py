@@ -157,7 +157,7 @@ def _purposes(gpu: GpuView, scene: Scene) -> Iterable[str]:
 
 _ALL_STATES = (*STATES, *NODE_STATES)
 KEYS: Mapping[str, GpuKey] = {
-    "state": Key(f"one of {', '.join(STATES)}", 1, _state, words=_ALL_STATES),
+    "state": Key(f"one of {', '.join(_ALL_STATES)}", 1, _state, words=_ALL_STATES),
     "user": person(_of_gpu(_people), _is_mine, cost=5),
     "node": place(lambda node, gpu, scene: (node.name,)),
     "gpu": gpu_index(lambda node, gpu, scene: () if gpu is None else (gpu.index,)),
