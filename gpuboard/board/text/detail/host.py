@@ -19,13 +19,14 @@ def host_graphs(node: NodeView, samples: HostSamples, frame: GraphFrame) -> list
     cpu, load = f"{node.cpu_percent or 0:.0f} %", f"{node.load1 or 0:.2f}"
     used = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
     memory = [None if part is None else part * total_gib for part in samples.memory]
-    network = [None if value is None else value / 1e6 for value in samples.network]
+    unit = 1e9 if max((value or 0.0 for value in samples.network), default=0.0) >= 1e9 else 1e6  # as in words
+    network = [None if value is None else value / unit for value in samples.network]
     readings = (node.cpu_percent, node.memory_used, node.load1, node.net_received)
     shown = (
         Graph("CPU", cpu, times, samples.cpu, 100.0, peaks=samples.peak),
         Graph("Memory", used, times, memory, most_gib, warn=_MEMORY_WARN * most_gib),
         Graph("Load", load, times, samples.load, scale(samples.load), words="{:.1f}".format),
-        Graph("Network", network_words(node), times, network, scale(network), words=lambda value: rate(value * 1e6)),
+        Graph("Network", network_words(node), times, network, scale(network), words=lambda value: rate(value * unit)),
     )
     found, missing = [], []
     for now, graph in zip(readings, shown, strict=True):
