@@ -306,7 +306,7 @@ class ClusterScreen(SortedScreen, ActingScreen):
     # Order and view
 
     def orders(self) -> dict[str, str]:
-        return {sort: sort.replace("-gpus", " GPUs") for sort in SORTS}
+        return {sort: "SM" if sort == "sm" else sort.replace("-gpus", " GPUs") for sort in SORTS}
 
     @property
     def current_order(self) -> tuple[str, bool]:
