@@ -108,6 +108,7 @@ def test_plain_has_no_colour() -> None:
         ("like = 'dark'\n[states]\nfree = 'gren'\n", "states.free = 'gren' is not a colour"),
         ("like = 'dark'\n[states]\nfree = '#12345g'\n", "states.free = '#12345g' is not a colour"),
         ("like = 'dark'\n[states]\nfree = 'bold #ffffff on'\n", "no colour after `on`"),
+        ("like = 'dark'\n[states]\nfree = 'bold not #ffffff'\n", "no attribute after `not`"),
         ("like = 'dark'\n[states]\nfree = '#ffffff #000000'\n", "write it as: bold #ff7b7b on #000000"),
         ("like = 'dark'\n[states]\nfine = '#ffffff'\n", "[states] has no key 'fine'"),
         ("like = 'dark'\n[colors]\nprimary = 'rgb(1,2)'\n", "colors.primary = 'rgb(1,2)' is not a colour"),
@@ -334,8 +335,21 @@ def _color_of(app: BoardApp, letter: str) -> str:
     return ""
 
 
+@pytest.mark.parametrize("name", ["terminal", "plain"])
+async def test_what_is_wrong_with_a_node_is_not_dim_in_its_dim_row(tmp_path: Path, name: str) -> None:
+    nodes = [node("gpu1", [gpu("gpu1", 0)]), node("gpu2", [gpu("gpu2", 0)], state="stale", error="no answer")]
+    async with still(tmp_path, scene(*nodes), (100, 30), settings=Settings(theme=name)) as (app, _):
+        styles = [segment.style for segment in _segments(app) if "no answer" in segment.text]
+        assert styles and not any(style is None or style.dim for style in styles)
+
+
 async def test_the_plain_theme_underlines_no_blanks(tmp_path: Path) -> None:
-    gpus = [gpu("gpu1", 0, "reserved"), gpu("gpu1", 1, "broken"), gpu("gpu1", 2, "allocated"), busy("gpu1", 3)]
+    gpus = [
+        gpu("gpu1", 0, "reserved", utilization=50),
+        gpu("gpu1", 1, "broken"),
+        gpu("gpu1", 2, "allocated"),
+        busy("gpu1", 3),
+    ]
     nodes = [node("gpu1", gpus), node("gpu2", [gpu("gpu2", 0, name="NVIDIA A100-SXM4-80GB")])]
     async with still(tmp_path, scene(*nodes), settings=Settings(theme="plain")) as (app, pilot):
         for size in ((80, 24), (100, 40), (160, 48)):
@@ -343,3 +357,4 @@ async def test_the_plain_theme_underlines_no_blanks(tmp_path: Path) -> None:
             underlined = [segment.text for segment in _segments(app) if segment.style and segment.style.underline]
             assert {"R", "X", "A"} <= {text.strip() for text in underlined}
             assert not [text for text in underlined if not text.strip() or text[0] == " "]
+            assert not set("".join(underlined)) & set("━╸─"), "a line below a meter"

@@ -11,7 +11,7 @@ from gpuboard.board.text.cells import fit, fit_names
 from gpuboard.board.text.format import UNKNOWN, flag_mark, gib, percent
 from gpuboard.board.text.gpu_row import degrees, letter_of, owner, units, watts
 from gpuboard.board.text.plots import curve, meter, metered, part_of, per_cell
-from gpuboard.board.theme.styles import Look
+from gpuboard.board.theme.styles import Look, plot_role
 from gpuboard.model.snapshot import GpuView
 
 TALLEST = 8  # lines: utilization, user, memory, power and temperature, three of a curve, a blank one
@@ -69,7 +69,7 @@ def first_line(gpu: GpuView, ink: Ink, *, marked: bool) -> Parts:
         return [*sign, (fit(words if len(words) <= room else f"{free}/{total}", room), state), (" ", "")]
     if not has_readings(gpu):
         return [*sign, (" " * room, ""), (" ", "")]
-    used = _meter(part_of(gpu.utilization, 100), percent(gpu.utilization), room, state, ink.look)
+    used = _meter(part_of(gpu.utilization, 100), percent(gpu.utilization), room, plot_role(state), ink.look)
     return [*sign, *used, (" ", "")]
 
 
@@ -91,15 +91,13 @@ def further_lines(gpu: GpuView, ink: Ink) -> list[Parts]:
     names = names or ({} if users == UNKNOWN and not readable else dict.fromkeys(users.split(", ")))
     lines: list[Parts] = [[(fit_names(list(names), room), role)]]
     if readable:
-        lines += [_memory(gpu, room, state, look), *([_power(gpu, room, look)] if size.lines >= _POWER_FROM else [])]
+        power = [_power(gpu, room, look)] if size.lines >= _POWER_FROM else []
+        lines += [_memory(gpu, room, plot_role(state), look), *power]
     height = size.lines - 4 - (size.lines >= _BLANK_FROM) - (size.lines >= _POWER_FROM) + 1
     if readable and size.lines >= _CURVE_FROM:
         values = ink.history.means((gpu.uuid,), room * per_cell(look.glyphs))
-        lines += [
-            # blank without history: a theme may underline
-            [(text, "dim" if gpu.state == "free" else state if text.strip() else "")]
-            for text in curve(values, height, look.glyphs, 0.0, 100.0)
-        ]
+        role = "dim" if gpu.state == "free" else plot_role(state)
+        lines += [[(text, role)] for text in curve(values, height, look.glyphs, 0.0, 100.0)]
     lines = lines[: size.lines - 1]
     return [
         *([*line, (" ", "")] for line in lines),

@@ -20,7 +20,7 @@ from gpuboard.board.text.lines import Runs, wrapped
 from gpuboard.board.text.picture import size_for, split
 from gpuboard.board.text.plots import plot, plotted, plotted_until, time_axis
 from gpuboard.board.text.single_node import tall_for
-from gpuboard.board.theme.styles import Glyphs
+from gpuboard.board.theme.styles import Glyphs, plot_role
 from gpuboard.model.units import format_duration, seconds_of
 from gpuboard.nodesets import fold
 from gpuboard.recording.events import ClusterEvent
@@ -207,8 +207,8 @@ def people_lines(people: Sequence[Person], order: str, cells: int, most: int, gl
         lines.append(parts)
     if len(shown) < len(people):
         left = totals(people[len(shown) :])
-        words = f"and {len(people) - len(shown)} more"
-        lines.append([(fit(words, cells - 15), "dim"), (f"{left.held:>5}{left.used:>5}{left.idle:>5}", "dim")])
+        counts = "".join(f"{number or '-':>5}" for number in (left.held, left.used, left.idle))
+        lines.append([(fit(f"and {len(people) - len(shown)} more", cells - 15), "dim"), (counts, "dim")])
     return lines
 
 
@@ -226,7 +226,7 @@ def _share(one: Person, cells: int, largest: int, glyphs: Glyphs) -> Runs:
     idle = max(1, idle) if one.idle else 0
     used = min(length - idle, max(1, round(length * one.used / total))) if one.used else 0
     runs = [
-        (full * used, "busy"), (full * (length - idle - used), "reserved"), (full * idle, "warn"),
+        (full * used, "busy"), (full * (length - idle - used), plot_role("reserved")), (full * idle, "warn"),
         (track * (cells - length), "dim"),
     ]  # fmt: skip
     return [run for run in runs if run[0]]

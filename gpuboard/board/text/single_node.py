@@ -34,7 +34,7 @@ from gpuboard.board.text.picture import group_words, trouble_role
 from gpuboard.board.text.plots import curve, meter, metered, part_of, per_cell, scale
 from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key, with_values
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
-from gpuboard.board.theme.styles import Glyphs
+from gpuboard.board.theme.styles import Glyphs, plot_role
 from gpuboard.model.gpu import Sensors, short_model
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView
 from gpuboard.model.units import format_size
@@ -139,7 +139,7 @@ def _gpu_cells(place: Place, layout: Layout) -> tuple[Cell, ...]:
         "index": Cell(str(gpu.index)),
         "state": Cell(state_runs(gpu)),
         "utilization": layout.meter(
-            "utilization", part_of(gpu.utilization, 100), f"{percent(gpu.utilization):>4}", gpu.state
+            "utilization", part_of(gpu.utilization, 100), f"{percent(gpu.utilization):>4}", plot_role(gpu.state)
         ),
         "memory": _memory(gpu, layout),
         "power": layout.meter("power", part_of(gpu.power, gpu.power_limit), power),
@@ -186,7 +186,7 @@ def _below(of: GpuView | MigView, layout: Layout) -> list[Cell]:
         style: str = "dim"
         if column in _METERS:
             drawn = layout.trace(column, of, height)
-            style = style if height == 1 else of.state
+            style = style if height == 1 else plot_role(of.state)
         else:
             first = "  5 min" if column == "state" and isinstance(of, GpuView) else ""
             drawn = [fit(text, layout.widths[column]) for text in [first, *[""] * (height - 1)]]
@@ -209,12 +209,12 @@ def _recent(gpu: GpuView, layout: Layout, line: int) -> Cell:
     if "trace" not in layout.widths:
         return Cell("")
     drawn = layout.trace("trace", gpu, min(layout.tall, _TRACE_LINES))
-    return Cell(drawn[line], "dim" if gpu.state == "free" or layout.tall == 1 else gpu.state)
+    return Cell(drawn[line], "dim" if gpu.state == "free" or layout.tall == 1 else plot_role(gpu.state))
 
 
 def _memory(of: GpuView | MigView, layout: Layout) -> Cell:
     part = part_of(of.memory_used, of.memory_total)
-    return layout.meter("memory", part, pair(of.memory_used, of.memory_total, 3), of.state)
+    return layout.meter("memory", part, pair(of.memory_used, of.memory_total, 3), plot_role(of.state))
 
 
 def _reason(of: GpuView | MigView, scene: Scene) -> Cell:

@@ -48,7 +48,17 @@ class Look(msgspec.Struct, frozen=True):
 
     def style(self, role: str) -> Style:
         """Return the style of a state or role; an unknown one is drawn plain."""
-        return self.styles.get("dim" if role == "mig" else role, _PLAIN)
+        style = self.styles.get("dim" if role == "mig" else role)
+        if style is None and role.endswith(_PLOT):
+            return self.style(role.removesuffix(_PLOT)) + _NOT_UNDERLINED
+        return style or _PLAIN
 
 
+def plot_role(state: str) -> str:
+    """Return the role of meters and curves in a state: dim where it is unknown, else without a line below them."""
+    return "dim" if state == "unknown" else state + _PLOT
+
+
+_PLOT = " plot"
 _PLAIN = Style()
+_NOT_UNDERLINED = Style(underline=False)

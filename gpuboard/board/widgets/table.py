@@ -26,6 +26,7 @@ from gpuboard.board.text.gpu_row import (
 )
 from gpuboard.board.text.picture import group_words, trouble_role
 from gpuboard.board.text.plots import curve, meter, part_of, per_cell
+from gpuboard.board.theme.styles import plot_role
 from gpuboard.board.widgets.grid import Cell, Column, Grid, LazyRows, Row
 from gpuboard.model.gpu import short_model
 from gpuboard.model.snapshot import GpuView, MigView, NodeView
@@ -116,7 +117,7 @@ class GpuTable(Grid):
         if part is None:
             return Cell(((" " * BAR + " ", ""), (words, "unknown")))
         full, track = meter(part, BAR, self._look.glyphs)
-        return Cell(((full, of.state), (f"{track} ", "dim"), (words, "")))
+        return Cell(((full, plot_role(of.state)), (f"{track} ", "dim"), (words, "")))
 
 
 def _age(place: Place) -> Cell:

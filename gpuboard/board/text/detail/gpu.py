@@ -18,7 +18,7 @@ from gpuboard.board.text.format import age, flag_role, pair
 from gpuboard.board.text.gpu_row import RED_HOT, device_slot
 from gpuboard.board.text.lines import NAME, Runs, named, wrapped
 from gpuboard.board.text.plots import scale
-from gpuboard.board.theme.styles import LETTERS
+from gpuboard.board.theme.styles import LETTERS, plot_role
 from gpuboard.model.links import SELF, UNKNOWN
 from gpuboard.model.snapshot import GpuView, NodeView, shown_flags
 from gpuboard.model.units import format_duration, format_size, ranges, seconds_of
@@ -88,7 +88,7 @@ def readings(gpu: GpuView, samples: Samples, frame: GraphFrame, further: Sequenc
     power = "?" if gpu.power is None else f"{gpu.power:.0f}"
     memory = f"{format_size(gpu.memory_used)} of {format_size(gpu.memory_total)}"
     shared = ", the host's" if gpu.memory_shared else ""
-    times, role = samples.times, gpu.state
+    times, role = samples.times, plot_role(gpu.state)
     beside = beside_utilization(gpu, graph_width(frame) - NAME - _PERCENT)
     utilization = _unit(gpu.utilization, "%").ljust(_PERCENT if beside else 0) + beside
     shown = [

@@ -10,7 +10,7 @@ from gpuboard.board.text.detail.host import rate
 from gpuboard.board.text.format import UNKNOWN
 from gpuboard.board.text.lines import NAME, Runs, named
 from gpuboard.board.text.plots import meter, scale
-from gpuboard.board.theme.styles import Glyphs
+from gpuboard.board.theme.styles import Glyphs, plot_role
 from gpuboard.model.gpu import Sensors
 from gpuboard.model.snapshot import GpuView
 
@@ -22,12 +22,12 @@ _LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  #
 
 def activity_graphs(gpu: GpuView, past: PastSensors) -> list[Graph]:
     """Return the graphs of what a GPU reports: activity of SMs and tensor cores, PCIe and NVLink throughput."""
-    read, times = gpu.sensors or Sensors(), [at for at, _ in past]
+    read, times, role = gpu.sensors or Sensors(), [at for at, _ in past], plot_role(gpu.state)
     found = []
     for name, key in (("SM activity", "sm_activity"), ("Tensor cores", "tensor_activity")):
         now, values = getattr(read, key), [None if one is None else getattr(one, key) for _, one in past]
         if now is not None or any(value is not None for value in values):
-            found.append(Graph(name, f"{UNKNOWN if now is None else now} %", times, values, 100.0, gpu.state))
+            found.append(Graph(name, f"{UNKNOWN if now is None else now} %", times, values, 100.0, role))
     for name, link, most in (("PCIe", "pcie", pcie_most(gpu)), ("NVLink", "nvlink", read.nvlink_max)):
         both, pairs = _both(read, link), [None if one is None else _both(one, link) for _, one in past]
         if both is None and not any(pairs):
@@ -36,7 +36,7 @@ def activity_graphs(gpu: GpuView, past: PastSensors) -> list[Graph]:
         words = UNKNOWN if both is None else f"in {rate(both[1])}, out {rate(both[0])}"
         words += f" of {rate(most)}" if most else ""
         high = most / _GB if most else scale(values) or 1.0
-        found.append(Graph(name, words, times, values, high, gpu.state, words=lambda value: rate(value * _GB)))
+        found.append(Graph(name, words, times, values, high, role, words=lambda value: rate(value * _GB)))
     return found
 
 
@@ -121,7 +121,7 @@ def _activity(gpu: GpuView, read: Sensors, glyphs: Glyphs, width: int) -> list[R
 
 def _meter(part: float, gpu: GpuView, glyphs: Glyphs) -> Runs:
     full, empty = meter(part, _BAR, glyphs)
-    return [(full, gpu.state), (empty, "dim")]
+    return [(full, plot_role(gpu.state)), (empty, "dim")]
 
 
 def _throughput(name: str, gpu: GpuView, both: Sequence[int | None], most: float | None, glyphs: Glyphs) -> list[Runs]:
