@@ -112,6 +112,14 @@ def test_the_host_line_does_not_move_with_its_values(cells: int) -> None:
     assert shown[0] == shown[1]
 
 
+def test_the_host_line_leaves_out_only_what_does_not_fit() -> None:
+    full = {"cpu_percent": 58.0, "load1": 72.87, "memory_used": 447 * GIB, "memory_total": 1024 * GIB, "cuda": "13.0"}
+    [line] = host_lines(node("dgx-a1", [gpu("dgx-a1", 0)], **full), UNICODE, 80)
+    words = "".join(text for text, _ in line)
+    assert len(words) <= 80
+    assert re.sub("[━─ ]+", " ", words) == " dgx-a1 CPU 58% load 72.87 driver 580.159.04 CUDA 13.0"
+
+
 async def test_the_last_line_of_a_row_has_what_the_driver_reports_besides(tmp_path: Path) -> None:
     reports = [Sensors(performance_state=0, sm_clock=1980, fan=34), Sensors(performance_state=12, sm_clock=345), None]
     gpus = [busy("dgx", at, "chrysanthemum", sensors=read) for at, read in enumerate(reports)]

@@ -243,7 +243,7 @@ def host_lines(node: NodeView, glyphs: Glyphs, cells: int) -> Sequence[Runs]:
     for part in parts:
         size = sum(width(text) for text, _ in part) + 3
         if used + size > cells + 1:
-            break
+            continue
         line += [*([("   ", "")] if line else []), *part]
         used += size
     wrong = node.error or node.claims_error
