@@ -166,6 +166,23 @@ async def test_rows_of_two_lines_have_a_curve_of_two_lines_beside_the_reason(tmp
         assert second_line[:start].endswith("xxx… ")
 
 
+async def test_a_long_reason_has_the_room_that_curves_leave_and_moves_no_row(tmp_path: Path) -> None:
+    sick = ["2 uncorrected ECC errors since the driver was loaded", "XID 94: contained ECC error"]
+    gpus = [busy("dgx", 0, "bob", sick=sick, sensors=Sensors(0, 1980)), *(gpu("dgx", at) for at in range(1, 8))]
+    async with opened(tmp_path, eight(gpus=gpus)) as (_, shown, pilot):
+        found = {}
+        for size, tall in (((120, 34), 2), ((160, 48), 4)):
+            await pilot.resize_terminal(*size)
+            lines = rows(shown)
+            assert [line.split()[0] for line in lines[: 8 * tall : tall]] == [str(at) for at in range(8)]
+            found[tall] = lines[:tall]
+        model, reason = "     H100 80GB   ", f"sick ({'; '.join(sick)}); bob: python (pid 4000)"
+        assert found[2][1].startswith(f"{model}{reason[:85]}"), "no curve yet: its cell is free"
+        assert found[4][1].split()[:2] == ["5", "min"]
+        first, second = (line.removeprefix(model) for line in found[4][2:])
+        assert re.sub(" +", " ", f"{first} {second}") == f"{reason} P0 1980 MHz"
+
+
 async def test_a_meter_is_as_long_as_its_value(tmp_path: Path) -> None:
     halves = [gpu("dgx", 0, utilization=50, memory_used=40 * GIB, power=350.0, power_limit=700.0)]
     async with opened(tmp_path, scene(node("dgx", halves)), size=(200, 30)) as (_, shown, _):

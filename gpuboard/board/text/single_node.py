@@ -43,6 +43,7 @@ _HOST_LINES = 2  # the host and the titles
 _PROCESS_LINES = 6  # at least that many are left for processes, their titles included, if a row is to be tall
 _TALLEST = 12  # the meters, ten lines of curves, the reason
 _TRACE_LINES = 2  # of the curve in the column "5 min", at most
+_ONE_CURVE_LINE = 3  # lines of a row whose curves have one
 _METER_LEAST = 3  # cells; a shorter meter shows nothing
 _LIMIT_FROM = 14  # cells from which power stands beside its limit
 _HOST_METER = 12
@@ -170,29 +171,43 @@ def _below(of: GpuView | MigView, layout: Layout) -> list[Cell]:
     model = short_model(of.name) + "   " if isinstance(of, GpuView) else ""
     indent = " " * (layout.widths.get("index", INDEX_LEAST) + GAP)  # below the state
     words: Runs = ((indent + model, "dim"), (str(reason.text), reason.style))
+    whole = sum(size + GAP for size in layout.widths.values()) - GAP
     if layout.tall == _TRACE_LINES and isinstance(of, GpuView) and "trace" in layout.widths:
         before = itertools.takewhile(lambda column: column.key != "trace", columns_for(layout.tall))
         room = sum(layout.widths[column.key] + GAP for column in before if column.key in layout.widths) - GAP
         recent = _recent(of, layout, 1)
+        if _size(words) > room and not str(recent.text).strip():
+            return [Cell(words)]
         words = _with_sensors(words, of, room)
         return [Cell((*fit_runs(words, room, ""), (" " * GAP, ""), (str(recent.text), recent.style)))]
-    last = Cell(_with_sensors(words, of, sum(size + GAP for size in layout.widths.values()) - GAP))
     height = layout.tall - 2
     if height < 1:
-        return [last][: layout.tall - 1]
+        return [Cell(_with_sensors(words, of, whole))][: layout.tall - 1]
+    last = [words]
+    if height > 1 and _size(words) > whole:  # in two lines, below curves that are one lower
+        lead = width(indent + model)
+        first, *further = wrapped(str(reason.text), whole - lead, most=2) or [""]
+        last = [((indent + model, "dim"), (first, reason.style))]
+        last += [((" " * lead, ""), (text, reason.style)) for text in further]
+        height -= len(further)
+    last[-1] = _with_sensors(last[-1], of, whole)
     lines: list[list[tuple[str, str | Style]]] = [[] for _ in range(height)]
     columns = [column.key for column in columns_for(layout.tall) if column.key in layout.widths]
     for column in columns[: 1 + max(columns.index(name) for name in _METERS if name in columns)]:
         style: str = "dim"
         if column in _METERS:
             drawn = layout.trace(column, of, height)
-            style = style if height == 1 else plot_role(of.state)
+            style = style if layout.tall == _ONE_CURVE_LINE else plot_role(of.state)
         else:
             first = "  5 min" if column == "state" and isinstance(of, GpuView) else ""
             drawn = [fit(text, layout.widths[column]) for text in [first, *[""] * (height - 1)]]
         for line, text in zip(lines, drawn, strict=True):
             line += [(text, style), (" " * GAP, "")]
-    return [*(Cell(tuple(line)) for line in lines), last]
+    return [*(Cell(tuple(line)) for line in lines), *map(Cell, last)]
+
+
+def _size(words: Runs) -> int:
+    return sum(width(text) for text, _ in words)
 
 
 def _with_sensors(words: Runs, of: GpuView | MigView, room: int) -> Runs:
@@ -200,7 +215,7 @@ def _with_sensors(words: Runs, of: GpuView | MigView, room: int) -> Runs:
     read = (of.sensors if isinstance(of, GpuView) else None) or Sensors()
     values = (("P{:<2}", read.performance_state), ("{:>4} MHz", read.sm_clock), ("fan {:>3}%", read.fan))
     shown = "  ".join(form.format(value) for form, value in values if value is not None)
-    gap = room - sum(width(text) for text, _ in words) - len(shown)
+    gap = room - _size(words) - len(shown)
     return words if gap < GAP or not shown else (*words, (" " * gap, ""), (shown, "dim"))
 
 
@@ -241,7 +256,7 @@ def host_lines(node: NodeView, glyphs: Glyphs, cells: int) -> Sequence[Runs]:
     line: list[tuple[str, str | Style]] = []
     used = 0
     for part in parts:
-        size = sum(width(text) for text, _ in part) + 3
+        size = _size(part) + 3
         if used + size > cells + 1:
             continue
         line += [*([("   ", "")] if line else []), *part]
