@@ -289,7 +289,7 @@ def test_a_picture_can_be_made_of_whatever_is_well_formed(data: st.DataObject) -
         for gpu in seen.nodes[0].gpus:
             place = Place(seen.nodes[0], gpu)
             gpu_lines.head(place, shown, 80)
-            gpu_lines.processes(place, 10)
+            gpu_lines.processes(place, 10, 80)
             gpu_lines.links(place, 80)
             gpu_lines.health(gpu, 80)
             history.of(gpu.uuid)

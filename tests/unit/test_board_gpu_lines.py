@@ -199,13 +199,25 @@ def test_processes_in_lines() -> None:
         ProcessView(8, None, "[/x]", None, "compute"),
         ProcessView(9, "eve", "python b.py", 3 * GIB, "compute", rogue=True),
     ]
-    assert text(gpu_lines.processes(place(gpu("n", 0, processes=found)), 2)) == [
+    assert text(gpu_lines.processes(place(gpu("n", 0, processes=found)), 2, 66)) == [
         "!eve             9  3.0 GiB python b.py",
         " bob             7  1.0 GiB python a.py",
         "and 1 more",
     ]
-    assert text(gpu_lines.processes(place(gpu("n", 0)), 2)) == ["none"]
-    assert text(gpu_lines.processes(place(gpu("n", 0, processes=None)), 2)) == ["cannot be read"]
+    assert text(gpu_lines.processes(place(gpu("n", 0)), 2, 66)) == ["none"]
+    assert text(gpu_lines.processes(place(gpu("n", 0, processes=None)), 2, 66)) == ["cannot be read"]
+
+
+def test_long_commands_share_the_lines_that_processes_have() -> None:
+    command = "python pretrain.py --config configs/llama_8b.yaml --lr 3e-4"
+    found = [ProcessView(7 + k, "bob", command, GIB, "compute") for k in range(2)]
+    one = place(gpu("n", 0, processes=found))
+    first, second = "python pretrain.py --config", "configs/llama_8b.yaml --lr 3e-4"
+    assert text(gpu_lines.processes(one, 4, 66)) == [
+        f" bob             7  1.0 GiB {first}", " " * 28 + second,
+        f" bob             8  1.0 GiB {first}", " " * 28 + second,
+    ]  # fmt: skip
+    assert [line[28:] for line in text(gpu_lines.processes(one, 3, 66))] == [command, command]
 
 
 def test_links_as_a_matrix_or_in_a_line() -> None:

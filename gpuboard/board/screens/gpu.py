@@ -35,7 +35,7 @@ _REST = 34  # lines of the screen besides the graphs, seldom more
 _PANEL_PLOT_LINES = (2, 6)  # at least, at most
 _PANEL_REST = 26  # lines that the panel needs besides, seldom more
 _PROCESSES = 12  # rows shown at once; more can be scrolled to
-_PANEL_PROCESSES = 6
+_PANEL_PROCESSES = 6  # lines
 _PANEL_GAPS_FROM = 24  # lines of the panel from which its parts have blank lines between them
 _PANEL_HEALTH_FROM = 54  # lines of the panel from which it has all health checks
 
@@ -156,7 +156,7 @@ def _panel_lines(
     lines += gpu_lines.head(place, scene, width)
     gap: list[Runs] = [[]] if roomy else []
     lines += [*gap, *gpu_lines.readings(known.values.gpu, samples(frame), frame)]
-    lines += [*gap, title("Processes"), *gpu_lines.processes(known.values, _PANEL_PROCESSES)]
+    lines += [*gap, title("Processes"), *gpu_lines.processes(known.values, _PANEL_PROCESSES, width)]
     lines += [*gap, *gpu_lines.neighbour_line(place, width)]
     return lines + gpu_lines.health(place.gpu, width, only_bad=not whole)
 

@@ -33,6 +33,7 @@ FLAG_WORDS = {
 }
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 _CELL = 6  # of a matrix of links
+_NAME = 11  # cells of the users of processes
 _PERCENT = 5  # cells of the longest percentage
 _MEMORY_WARN = 0.95  # part in use from which allocations are about to fail
 _POWER_LEAST = 100.0  # watts: the top of the graph of a GPU without a limit, at least
@@ -119,8 +120,8 @@ def _unit(value: float | None, unit: str) -> str:
     return f"? {unit}" if value is None else f"{value:.0f} {unit}"
 
 
-def processes(place: Place, most: int) -> list[Runs]:
-    """Return a line per process: user, pid, memory, command."""
+def processes(place: Place, most: int, width: int) -> list[Runs]:
+    """Return a line per process: user, pid, memory, command; of ``most`` lines, long commands have several."""
     found = place.gpu.processes
     if found is None:
         return [[("cannot be read", "unknown")]]
@@ -128,16 +129,16 @@ def processes(place: Place, most: int) -> list[Runs]:
         return [[("none", "dim")]]
     by_memory = sorted(found, key=lambda process: -(process.memory or 0))
     lines: list[Runs] = []
+    each = max(1, most // len(found))
     for process in by_memory[:most]:
         user = process.user or "hidden"
         role = "bad" if process.rogue else "unknown" if process.user is None else ""
-        lines.append(
-            [
-                (fit(f"{'!' if process.rogue else ' '}{user}", 10) + " ", role),
-                (f"{process.pid:>7} {format_size(process.memory):>8} ", ""),
-                (process.command, "dim"),
-            ]
-        )  # fmt: skip
+        name = fit(f"{'!' if process.rogue else ' '}{user}", _NAME - 1) + " "
+        values = f"{process.pid:>7} {format_size(process.memory):>8} "
+        lead = _NAME + len(values)
+        first, *further = wrapped(process.command, max(1, width - lead), most=each) or [""]
+        lines.append([(name, role), (values, ""), (first, "dim")])
+        lines += [[(" " * lead, ""), (text, "dim")] for text in further]
     if len(found) > most:
         lines.append([(f"and {len(found) - most} more", "dim")])
     return lines
