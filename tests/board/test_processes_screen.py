@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,18 @@ async def test_groups_by_run_job_and_lease(tmp_path: Path) -> None:
         assert lab.screen(app).splitlines()[3].lstrip().startswith("job 17")
         await pilot.press("t")
         await lab.settle(pilot, lambda: len(rows(app)) == 4)
+
+
+async def test_a_process_of_an_ended_lease_is_overdue_on_every_screen(tmp_path: Path) -> None:
+    late = made.gpu("gpu01", 0, "busy", flags=["overdue"], processes=[process(11, "bob", GIB, lease="n6d4")])
+    async with made.still(tmp_path, made.scene(made.node("gpu01", [late])), (120, 30)) as (app, pilot):
+        line = r"bob +11 .* n6d4 +overdue +python bob.py"
+        await lab.settle(pilot, lambda: re.search(line, lab.screen(app)) is not None)
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: isinstance(app.screen, GpuScreen) and re.search(line, lab.screen(app)))
+        await pilot.press("escape", "P", "t")
+        await lab.settle(pilot, lambda: "ended lease n6d4 of bob  1 process" in lab.screen(app))
+        assert re.search(r"bob +gpu01 +0 +11 .* n6d4 +overdue +python bob.py", lab.screen(app))
 
 
 async def test_shows_that_there_is_no_process(tmp_path: Path) -> None:

@@ -10,7 +10,18 @@ from gpuboard.agent.nvml.terms import NO_DRIVER
 from gpuboard.board.text.processes import overview
 from gpuboard.cli.see.ps import table
 from gpuboard.cli.table import width_of
-from gpuboard.cluster.snapshot.processes import SORTS, OnGpu, Running, grouped, in_order, running, sums, unread
+from gpuboard.cluster.snapshot.processes import (
+    SORTS,
+    OnGpu,
+    Running,
+    ended_leases,
+    grouped,
+    in_order,
+    note,
+    running,
+    sums,
+    unread,
+)
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
 
 GIB = 2**30
@@ -21,7 +32,7 @@ def process(pid: int, memory: int | None = GIB, **values: Any) -> ProcessView:
     return ProcessView(pid=pid, memory=memory, **given)
 
 
-def gpu(node: str, index: int, processes: list[ProcessView] | None) -> GpuView:
+def gpu(node: str, index: int, processes: list[ProcessView] | None, **more: Any) -> GpuView:
     values: dict[str, Any] = {
         "index": index,
         "uuid": f"GPU-{node}-{index}",
@@ -29,7 +40,7 @@ def gpu(node: str, index: int, processes: list[ProcessView] | None) -> GpuView:
         "pci_bus_id": "",
         "state": "busy",
     }
-    return GpuView(**values, reason="", processes=processes)
+    return GpuView(**values, reason="", processes=processes, **more)
 
 
 def failing(name: str, error: str) -> NodeView:
@@ -100,7 +111,7 @@ def test_groups_are_runs_then_jobs_then_leases() -> None:
             )
         ]
     )
-    groups = [(group.title, pids(group.processes)) for group in grouped(found, {"k1": "r-1"})]
+    groups = [(group.title, pids(group.processes)) for group in grouped(found, {"k1": "r-1"}, ())]
     assert groups == [
         ("run r-1", [2, 6]),
         ("job 17", [3]),
@@ -108,6 +119,18 @@ def test_groups_are_runs_then_jobs_then_leases() -> None:
         ("lease k2 of bob", [5]),
         ("no run, job or lease", [1]),
     ]
+
+
+def test_a_lease_that_has_ended_is_named_so_in_groups_and_notes() -> None:
+    late = gpu("gpu01", 0, [process(1, lease="k1"), process(2, lease="k2"), process(3)], flags=["overdue"])
+    held = gpu("gpu01", 1, [process(4, lease="k2")], leases=["k2"])
+    nodes = [NodeView(name="gpu01", state="up", gpus=[late, held])]
+    found, ended = running(nodes), ended_leases(nodes)
+    assert [group.title for group in grouped(found, {}, ended)] == [
+        "ended lease k1 of alice", "lease k2 of alice", "no run, job or lease"
+    ]  # fmt: skip
+    assert {one.pid: note(one, ended) for one in found} == {1: "overdue", 2: "", 3: "", 4: ""}
+    assert [line.split()[-3] for line in table(found, None, ended, colour=False)[1:5]].count("overdue") == 1
 
 
 def test_what_was_not_read_is_named() -> None:

@@ -26,6 +26,7 @@ from gpuboard.board.theme.styles import Glyphs
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid, Row
 from gpuboard.board.widgets.pane import Pane
+from gpuboard.cluster.snapshot.processes import ended_leases
 from gpuboard.model.snapshot import judged
 from gpuboard.model.units import format_duration
 
@@ -240,7 +241,8 @@ class GpuScreen(GraphScreen, ActingScreen):
                 *([[(f"Over 5 minutes only: {', '.join(only)}", "dim")]] if only else []),
             ]
         )
-        self.query_one("#processes", Grid).set_columns(with_values(PROCESS_COLUMNS, values.gpu.processes or ()))
+        columns = with_values(PROCESS_COLUMNS, values.gpu.processes or (), ended_leases([values.node]))
+        self.query_one("#processes", Grid).set_columns(columns)
         self._show_processes(process_rows(values, dim=old), no_processes(values))
         self.query_one("#links", Pane).show(lambda width: [title("Links"), *gpu_lines.links(place, width)])
         self.query_one("#health", Pane).show(lambda width: [title("Health"), *gpu_lines.health(place.gpu, width)])

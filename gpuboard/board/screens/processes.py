@@ -20,7 +20,16 @@ from gpuboard.board.text.processes import about, cluster_columns, group_key, met
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid, LazyRows, Row
 from gpuboard.board.widgets.pane import Lines
-from gpuboard.cluster.snapshot.processes import SORTS, JobProcesses, Running, grouped, in_order, running, unread
+from gpuboard.cluster.snapshot.processes import (
+    SORTS,
+    JobProcesses,
+    Running,
+    ended_leases,
+    grouped,
+    in_order,
+    running,
+    unread,
+)
 from gpuboard.launch.runs.folder import by_lease
 
 _UNREAD_MOST = 8  # names of nodes and GPUs
@@ -82,6 +91,7 @@ class ProcessesScreen(SortedScreen):
     def show(self, scene: Scene) -> None:
         """Draw the processes of ``scene``; only visible rows are made."""
         found = running(scene.snapshot.nodes)
+        ended = ended_leases(scene.snapshot.nodes)
         self._found = {one.key: one for one in found}
         query = self.query_in_force
         matching = [one for one in found if query.matches(one, scene)]
@@ -91,7 +101,7 @@ class ProcessesScreen(SortedScreen):
         if order.tree:
             self._read_runs()
             items = []
-            for group in grouped(shown, self._runs):
+            for group in grouped(shown, self._runs, ended):
                 items += [group, *group.processes]
 
         bar, glyphs = meter_cells(self.size.width), self.board.look.glyphs
@@ -99,11 +109,11 @@ class ProcessesScreen(SortedScreen):
         def row(item: Running | JobProcesses) -> Row:
             own = isinstance(item, Running) and is_mine(item, scene.uids.get(item.node))
             dim = isinstance(item, Running) and scene.nodes[item.node].state != "up"
-            return running_row(item, mine=own, dim=dim, indent=order.tree, bar=bar, glyphs=glyphs)
+            return running_row(item, ended, mine=own, dim=dim, indent=order.tree, bar=bar, glyphs=glyphs)
 
         grid = self.grid
         grid.set_empty("No process matches the filter.\nEscape clears it." if found else "No process on any GPU.")
-        grid.set_columns(cluster_columns(scene.nodes, self.size.width, found))
+        grid.set_columns(cluster_columns(scene.nodes, self.size.width, found, ended))
         sort, down = self.current_order
         grid.set_sort("gpu" if sort == "node" else sort, down)
         grid.set_rows(LazyRows(items, _key, row))

@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from gpuboard.board.scene import Place
-from gpuboard.board.text.format import UNKNOWN
+from gpuboard.board.text.format import FLAG_MARKS, UNKNOWN, flag_role
 from gpuboard.board.text.gpu_row import known
 from gpuboard.board.text.plots import meter
 from gpuboard.board.text.rows import Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
-from gpuboard.cluster.snapshot.processes import JobProcesses, Running, sums, totals
+from gpuboard.cluster.snapshot.processes import JobProcesses, Running, ended_leases, note, sums, totals
 from gpuboard.model.snapshot import ProcessView
 from gpuboard.model.units import compact_size, format_duration
 
@@ -46,11 +46,13 @@ def process_key(process: ProcessView) -> str:
 def process_rows(place: Place, *, dim: bool) -> list[Row]:
     """Return the rows of a GPU's processes, most memory first; their keys are ``process_key``'s."""
     found = sorted(place.gpu.processes or (), key=lambda process: (-(process.memory or 0), process.pid))
-    return [Row(process_key(process), partial(process_cells, process), dim=dim) for process in found]
+    ended = ended_leases([place.node])
+    return [Row(process_key(process), partial(process_cells, process, ended), dim=dim) for process in found]
 
 
-def process_cells(process: ProcessView, *, mine: bool = False) -> tuple[Cell, ...]:
-    """Return the cells of a process, one for each of ``PROCESS_COLUMNS``."""
+def process_cells(process: ProcessView, ended: Collection[str], *, mine: bool = False) -> tuple[Cell, ...]:
+    """Return the cells of a process, one for each of ``PROCESS_COLUMNS``. ``ended``: the ``ended_leases``."""
+    words = note(process, ended)
     sm, cpu = process.sm_percent, process.cpu_percent
     return (
         Cell("hidden", "unknown") if process.user is None else Cell(process.user, "mine" if mine else ""),
@@ -63,22 +65,20 @@ def process_cells(process: ProcessView, *, mine: bool = False) -> tuple[Cell, ..
         Cell(process.job or "-", "" if process.job else "dim"),
         Cell(process.lease or "-", "" if process.lease else "dim"),
         Cell(process.container or "-", "" if process.container else "dim"),
-        Cell(_note(process), "bad" if process.rogue else "dim"),
+        Cell(words, flag_role(words) if words in FLAG_MARKS else "dim"),
         Cell(process.command),
     )
 
 
-def _note(process: ProcessView) -> str:
-    return "rogue" if process.rogue else process.type if process.type != "compute" else ""
-
-
-def with_values(columns: Sequence[Column], found: Collection[ProcessView]) -> tuple[Column, ...]:
+def with_values(
+    columns: Sequence[Column], found: Collection[ProcessView], ended: Collection[str]
+) -> tuple[Column, ...]:
     """Return columns of processes with no width for those in which none has a value, so that commands get the room."""
     values: dict[str, bool] = {
         "job": any(process.job for process in found),
         "lease": any(process.lease for process in found),
         "container": any(process.container for process in found),
-        "note": any(map(_note, found)),
+        "note": any(note(process, ended) for process in found),
     }
     return tuple(column if values.get(column.key, True) else column._replace(width=0) for column in columns)
 
@@ -88,11 +88,13 @@ def no_processes(place: Place) -> str:
     return "no process" if place.gpu.processes is not None else "? cannot read the processes"
 
 
-def cluster_columns(names: Collection[str], cells: int, found: Collection[ProcessView]) -> tuple[Column, ...]:
+def cluster_columns(
+    names: Collection[str], cells: int, found: Collection[ProcessView], ended: Collection[str] = ()
+) -> tuple[Column, ...]:
     """Return the columns of processes on many nodes, for ``cells`` in all; names are as wide as the longest."""
     sizes = {"node": min(NODE_MOST, max([4, *map(len, names)])), "sm": 4 + meter_cells(cells)}
     columns = [column._replace(width=sizes.get(column.key, column.width)) for column in CLUSTER_COLUMNS]
-    return with_values(columns, found)
+    return with_values(columns, found, ended)
 
 
 def meter_cells(cells: int) -> int:
@@ -100,21 +102,34 @@ def meter_cells(cells: int) -> int:
     return _METER if cells >= _METER_FROM else 0
 
 
-def running_row(item: Running | JobProcesses, *, mine: bool, dim: bool, indent: bool, bar: int, glyphs: Glyphs) -> Row:
+def running_row(
+    item: Running | JobProcesses,
+    ended: Collection[str],
+    *,
+    mine: bool,
+    dim: bool,
+    indent: bool,
+    bar: int,
+    glyphs: Glyphs,
+) -> Row:
     """Return the row of a process in ``cluster_columns``, or the heading of a group."""
     if isinstance(item, JobProcesses):
         return Row(
             group_key(item), (Cell(f"{item.title}  {sums(item.processes)}{_total(item.processes)}"),), group=True
         )
-    return Row(item.key, partial(_running_cells, item, mine=mine, indent=indent, bar=bar, glyphs=glyphs), dim=dim)
+    return Row(
+        item.key, partial(_running_cells, item, ended, mine=mine, indent=indent, bar=bar, glyphs=glyphs), dim=dim
+    )
 
 
 def group_key(group: JobProcesses) -> str:
     return f"group {group.title}"
 
 
-def _running_cells(one: Running, *, mine: bool, indent: bool, bar: int, glyphs: Glyphs) -> tuple[Cell, ...]:
-    user, pid, memory, sm, *rest = process_cells(one, mine=mine)
+def _running_cells(
+    one: Running, ended: Collection[str], *, mine: bool, indent: bool, bar: int, glyphs: Glyphs
+) -> tuple[Cell, ...]:
+    user, pid, memory, sm, *rest = process_cells(one, ended, mine=mine)
     if indent:
         user = user._replace(text=" " * _INDENT + str(user.text))
     if bar:

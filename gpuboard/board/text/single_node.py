@@ -6,7 +6,7 @@ A line about the host, a row with meters per GPU, of as many lines as there is r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ from gpuboard.board.text.plots import curve, meter, metered, part_of, per_cell, 
 from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key, with_values
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs, plot_role
+from gpuboard.cluster.snapshot.processes import ended_leases
 from gpuboard.model.gpu import Sensors, short_model
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView
 from gpuboard.model.units import format_size
@@ -281,23 +282,29 @@ def no_process(places: Sequence[Place]) -> str:
     return "no process on these GPUs" if places else ""
 
 
-def process_columns(places: Iterable[Place]) -> tuple[Column, ...]:
-    return with_values(TITLES, [process for place in places for process in place.part.processes or ()])
+def process_columns(places: Sequence[Place]) -> tuple[Column, ...]:
+    found = [process for place in places for process in place.part.processes or ()]
+    return with_values(TITLES, found, _ended(places))
 
 
-def process_rows(places: Iterable[Place]) -> list[Row]:
+def _ended(places: Sequence[Place]) -> frozenset[str]:
+    return ended_leases([place.node for place in places[:1]])  # all are on the only node
+
+
+def process_rows(places: Sequence[Place]) -> list[Row]:
     """Return a row per process and GPU, by GPU and memory."""
     found = {
         f"{place.gpu.index}:{process_key(process)}": (place, process)  # once: a GPU in MIG mode may have several places
         for place in places
         for process in place.part.processes or ()
     }
+    ended = _ended(places)
     ordered = sorted(found.items(), key=lambda one: (one[1][0].gpu.index, -(one[1][1].memory or 0), one[1][1].pid))
     return [
-        Row(key, partial(_process_cells, place.gpu.index, process), dim=place.node.state != "up")
+        Row(key, partial(_process_cells, place.gpu.index, process, ended), dim=place.node.state != "up")
         for key, (place, process) in ordered
     ]
 
 
-def _process_cells(index: int, process: ProcessView) -> Sequence[Cell]:
-    return (Cell(str(index)), *process_cells(process))
+def _process_cells(index: int, process: ProcessView, ended: Collection[str]) -> Sequence[Cell]:
+    return (Cell(str(index)), *process_cells(process, ended))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from gpuboard.agent.processes import CPU_SPAN_S
@@ -21,8 +21,10 @@ from gpuboard.cluster.snapshot.processes import (
     SORTS,
     ProcessList,
     Running,
+    ended_leases,
     grouped,
     in_order,
+    note,
     running,
     sums,
     totals,
@@ -105,7 +107,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
         made = ProcessList(1, snapshot.at, snapshot.cluster, found, missing)
         write_json(made)
     else:
-        lines = _tree(found, context) if args.tree else table(found, context.width, colour=context.colour)
+        ended = ended_leases(snapshot.nodes)
+        lines = _tree(found, context, ended) if args.tree else table(found, context.width, ended, colour=context.colour)
         if not found:
             nothing = {None: "no processes", ME: "you have no processes"}
             words = nothing.get(args.user) or f"no processes of {clean(args.user, 64)}"
@@ -143,19 +146,22 @@ def _places(missing: Sequence[str]) -> str:
     return ", ".join([*([folded(nodes)] if nodes else []), *gpus])
 
 
-def table(found: Sequence[Running], width: int | None, *, colour: bool) -> list[str]:
-    """Return the lines of the table and, last, the totals. ``width`` in terminal cells; None: no limit."""
-    return _lines([_row(one) for one in found], width, colour=colour) + _total(found, width)
+def table(found: Sequence[Running], width: int | None, ended: Collection[str] = (), *, colour: bool) -> list[str]:
+    """Return the lines of the table and, last, the totals. ``width`` in terminal cells; None: no limit.
+
+    ``ended``: the ``ended_leases``.
+    """
+    return _lines([_row(one, ended) for one in found], width, colour=colour) + _total(found, width)
 
 
-def _tree(found: Sequence[Running], context: Context) -> list[str]:
+def _tree(found: Sequence[Running], context: Context, ended: Collection[str]) -> list[str]:
     """Return the table with a heading above the processes of each run, job and lease."""
     from gpuboard.launch.runs.folder import by_lease, read_runs  # late: 20 ms
 
     runs = {lease: view.id for lease, view in by_lease(read_runs(context.env)).items()}
-    groups = grouped(found, runs)
+    groups = grouped(found, runs, ended)
     head, *lines = _lines(
-        [_row(one) for group in groups for one in group.processes], context.width, colour=context.colour
+        [_row(one, ended) for group in groups for one in group.processes], context.width, colour=context.colour
     )
     shown = [head]
     for group in groups:
@@ -179,8 +185,7 @@ def _total(found: Sequence[Running], width: int | None) -> list[str]:
     return ["", text if width is None else elide(text, width)]
 
 
-def _row(one: Running) -> Row:
-    note = "rogue" if one.rogue else one.type if one.type != "compute" else ""
+def _row(one: Running, ended: Collection[str]) -> Row:
     cells = (
         Cell("hidden", "35") if one.user is None else Cell(clean(one.user, 64)),
         Cell(clean(one.node, 64)),
@@ -194,7 +199,7 @@ def _row(one: Running) -> Row:
         Cell(clean(one.job or "", 64)),
         Cell(clean(one.lease or "", 64)),
         Cell(clean(one.container or "", 64)),
-        Cell(note, "1;31" if one.rogue else ""),
+        Cell(note(one, ended), "1;31" if one.rogue else ""),
         Cell(clean(one.command)),
     )
     return Row(cells)

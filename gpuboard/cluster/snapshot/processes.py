@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -86,6 +87,26 @@ def _joined(node: str, parts: Sequence[tuple[OnGpu, ProcessView]]) -> Running:
     return Running(*msgspec.structs.astuple(whole), node=node, gpus=gpus)
 
 
+def ended_leases(nodes: Sequence[NodeView]) -> frozenset[str]:
+    """Return the leases that have ended while their owners' processes still run on GPUs that are ``overdue``."""
+    late = [gpu for node in nodes for gpu in node.gpus if "overdue" in gpu.flags]
+    found = {process.lease for gpu in late for process in gpu.processes or () if process.lease}
+    if not found:
+        return frozenset()
+    return frozenset(found.difference(lease for node in nodes for gpu in node.gpus for lease in _leases_on(gpu)))
+
+
+def _leases_on(gpu: GpuView) -> Iterable[str]:
+    return chain(gpu.leases, *(device.leases for device in gpu.mig))
+
+
+def note(process: ProcessView, ended: Collection[str]) -> str:
+    """Return what is unusual about a process. ``ended``: the ``ended_leases``."""
+    if process.rogue:
+        return "rogue"
+    return "overdue" if process.lease in ended else process.type if process.type != "compute" else ""
+
+
 def unread(snapshot: Snapshot) -> list[str]:
     """Return the nodes and GPUs whose processes are not in the snapshot."""
     found = []
@@ -127,10 +148,11 @@ def in_order(found: Sequence[Running], key: str, *, reverse: bool = False) -> li
     return sorted(known, key=value, reverse=descending != reverse) + missing
 
 
-def grouped(found: Sequence[Running], runs: Mapping[str, str]) -> list[JobProcesses]:
+def grouped(found: Sequence[Running], runs: Mapping[str, str], ended: Collection[str]) -> list[JobProcesses]:
     """Return processes by run, job or lease, groups in the order of their first process; those of none come last.
 
     ``runs``: the ids of the caller's own runs by lease; the runs of other users cannot be read.
+    ``ended``: the ``ended_leases``.
     """
     groups: dict[str, JobProcesses] = {}
     for one in found:
@@ -140,7 +162,8 @@ def grouped(found: Sequence[Running], runs: Mapping[str, str]) -> list[JobProces
         elif one.job:
             title = f"job {one.job}"
         elif one.lease:  # two users can have leases with the same id
-            title = f"lease {one.lease} of {one.user or 'a hidden user'}"
+            lease = f"{'ended ' * (one.lease in ended)}lease {one.lease}"
+            title = f"{lease} of {one.user or 'a hidden user'}"
         groups.setdefault(title, JobProcesses(title, [])).processes.append(one)
     return sorted(groups.values(), key=lambda group: group.title.startswith("no "))
 
