@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gpuboard.agent.nvml.terms import NO_DRIVER
-from gpuboard.board.text.processes import overview
+from gpuboard.board.text.processes import overview, running_row
+from gpuboard.board.theme.styles import UNICODE
 from gpuboard.cli.see.ps import table
 from gpuboard.cli.table import width_of
 from gpuboard.cluster.snapshot.processes import (
@@ -72,7 +73,25 @@ def test_board_and_command_count_the_same_users_and_no_hidden_owner() -> None:
     found = running([node("gpu01", [process(1), process(2, user=None)], [process(3, user="bob")])])
     words = "3 processes on 2 GPUs of 1 node, 2 users"
     assert table(found, None, colour=False)[-1] == words
-    assert overview(found, found, [], "by pid")[0][0] == f"{words}  3.0G"
+    assert overview(found, found, [], "by pid", ())[0][0] == f"{words}  3.0G"
+
+
+def test_old_values_are_dim_and_in_no_mean() -> None:
+    now, then = process(1, sm_percent=20), process(2, sm_percent=80)
+    found = running([node("gpu01", [now]), node("gpu02", [then], state="stale")])
+    assert overview(found, found, [], "by pid", {"gpu02"})[0][0].endswith("of 2 nodes  2.0G  SM 20%")
+    [group] = grouped(found, {}, ())
+    headings = running_row(group, (), {"gpu02"}, mine=False, indent=True, bar=6, glyphs=UNICODE).cells
+    assert not callable(headings)
+    assert str(headings[0].text).endswith("SM 20%")
+    styles = []
+    for one in found:
+        row = running_row(one, (), {"gpu02"}, mine=False, indent=False, bar=6, glyphs=UNICODE)
+        assert callable(row.cells)
+        sm = row.cells()[5].text
+        assert isinstance(sm, tuple)
+        styles.append((row.dim, [style for _, style in sm]))
+    assert styles == [(False, ["busy", "dim", ""]), (True, ["dim", "dim", "dim"])]
 
 
 def test_a_reused_pid_is_another_process() -> None:

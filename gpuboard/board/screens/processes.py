@@ -104,12 +104,12 @@ class ProcessesScreen(SortedScreen):
             for group in grouped(shown, self._runs, ended):
                 items += [group, *group.processes]
 
+        old = _old(scene)
         bar, glyphs = meter_cells(self.size.width), self.board.look.glyphs
 
         def row(item: Running | JobProcesses) -> Row:
             own = isinstance(item, Running) and is_mine(item, scene.uids.get(item.node))
-            dim = isinstance(item, Running) and scene.nodes[item.node].state != "up"
-            return running_row(item, ended, mine=own, dim=dim, indent=order.tree, bar=bar, glyphs=glyphs)
+            return running_row(item, ended, old, mine=own, indent=order.tree, bar=bar, glyphs=glyphs)
 
         grid = self.grid
         grid.set_empty("No process matches the filter.\nEscape clears it." if found else "No process on any GPU.")
@@ -125,8 +125,9 @@ class ProcessesScreen(SortedScreen):
         missing = [] if scene is None else unread(scene.snapshot)
         sort, down = self.current_order
         glyphs = self.board.look.glyphs
+        old = frozenset() if scene is None else _old(scene)
         order = f"by {self.orders()[sort]} {glyphs.down if down else glyphs.up}"
-        lines = [overview(found, shown, self._marked(), order)]
+        lines = [overview(found, shown, self._marked(), order, old)]
         if missing:
             more = f" and {len(missing) - _UNREAD_MOST} more" if len(missing) > _UNREAD_MOST else ""
             lines.append(((f"not read: {', '.join(missing[:_UNREAD_MOST])}{more}", "warn"),))
@@ -213,3 +214,8 @@ class ProcessesScreen(SortedScreen):
 
 def _key(item: Running | JobProcesses) -> str:
     return group_key(item) if isinstance(item, JobProcesses) else item.key
+
+
+def _old(scene: Scene) -> frozenset[str]:
+    """Return the nodes whose processes are shown as they were at their last reading."""
+    return frozenset(node.name for node in scene.snapshot.nodes if node.state != "up")

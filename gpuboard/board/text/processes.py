@@ -105,21 +105,21 @@ def meter_cells(cells: int) -> int:
 def running_row(
     item: Running | JobProcesses,
     ended: Collection[str],
+    old: Collection[str],
     *,
     mine: bool,
-    dim: bool,
     indent: bool,
     bar: int,
     glyphs: Glyphs,
 ) -> Row:
-    """Return the row of a process in ``cluster_columns``, or the heading of a group."""
+    """Return the row of a process in ``cluster_columns``, or the heading of a group. ``old``: nodes with old values."""
     if isinstance(item, JobProcesses):
         return Row(
-            group_key(item), (Cell(f"{item.title}  {sums(item.processes)}{_total(item.processes)}"),), group=True
+            group_key(item), (Cell(f"{item.title}  {sums(item.processes)}{_total(item.processes, old)}"),), group=True
         )
-    return Row(
-        item.key, partial(_running_cells, item, ended, mine=mine, indent=indent, bar=bar, glyphs=glyphs), dim=dim
-    )
+    dim = item.node in old
+    made = partial(_running_cells, item, ended, mine=mine, dim=dim, indent=indent, bar=bar, glyphs=glyphs)
+    return Row(item.key, made, dim=dim)
 
 
 def group_key(group: JobProcesses) -> str:
@@ -127,28 +127,33 @@ def group_key(group: JobProcesses) -> str:
 
 
 def _running_cells(
-    one: Running, ended: Collection[str], *, mine: bool, indent: bool, bar: int, glyphs: Glyphs
+    one: Running, ended: Collection[str], *, mine: bool, dim: bool, indent: bool, bar: int, glyphs: Glyphs
 ) -> tuple[Cell, ...]:
     user, pid, memory, sm, *rest = process_cells(one, ended, mine=mine)
     if indent:
         user = user._replace(text=" " * _INDENT + str(user.text))
     if bar:
         full, track = meter(None if one.sm_percent is None else one.sm_percent / 100, bar, glyphs)
-        sm = Cell(((full, "busy"), (track, "dim"), (f"{sm.text:>4}", sm.style)))
+        sm = Cell(((full, "dim" if dim else "busy"), (track, "dim"), (f"{sm.text:>4}", sm.style or "dim" * dim)))
     return (user, Cell(one.node), Cell(one.indexes), pid, memory, sm, *rest)
 
 
-def _total(found: Sequence[Running]) -> str:
-    """Return the memory and the mean SM time of processes, as far as known."""
+def _total(found: Sequence[Running], old: Collection[str]) -> str:
+    """Return the memory and the mean SM time of processes, as far as known; without the SM time on ``old`` nodes."""
     memory = [one.memory for one in found]
-    percents = [one.sm_percent for one in found if one.sm_percent is not None]
+    percents = [one.sm_percent for one in found if one.sm_percent is not None and one.node not in old]
     words = "" if None in memory else f"  {compact_size(sum(size or 0 for size in memory))}"
     return words + (f"  SM {sum(percents) / len(percents):.0f}%" if percents else "")
 
 
-def overview(found: Sequence[Running], shown: Sequence[Running], selected: Sequence[Running], order: str) -> Runs:
-    """Return the line above the list: what is selected and ``shown``, on what actions depend, how much there is."""
-    words = f"{totals(found)}{_total(found)}" if found else "Processes: none"
+def overview(
+    found: Sequence[Running], shown: Sequence[Running], selected: Sequence[Running], order: str, old: Collection[str]
+) -> Runs:
+    """Return the line above the list: what is selected and ``shown``, on what actions depend, how much there is.
+
+    ``old``: nodes with old values.
+    """
+    words = f"{totals(found)}{_total(found, old)}" if found else "Processes: none"
     runs: list[tuple[str, str]] = []
     if selected:
         hidden = len({one.key for one in selected} - {one.key for one in shown})
