@@ -86,7 +86,7 @@ async def test_processes_of_a_gpu_that_is_in_several_groups_are_listed_once(tmp_
         await settle(pilot, lambda: sum(line.startswith("0:") for line in map(str.strip, rows(shown))) == 3)
         processes = shown.query_one(ProcessGrid)
         drawn = [processes.render_line(y).text.split()[:2] for y in range(1, processes.size.height)]
-        assert [words for words in drawn if words] == [["0", "alice"], ["0", "bob"], ["0", "carol"]]
+        assert [words for words in drawn if words] == [["0", "carol"], ["0:1", "alice"], ["0:2", "bob"]]
 
 
 async def test_the_pane_is_whole(tmp_path: Path) -> None:

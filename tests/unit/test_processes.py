@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from gpuboard.agent.nvml.terms import NO_DRIVER
-from gpuboard.board.text.processes import overview, running_row
+from gpuboard.board.text.processes import about, gpus_of, overview, running_row
 from gpuboard.board.theme.styles import UNICODE
 from gpuboard.cli.see.ps import table
 from gpuboard.cli.table import width_of
@@ -24,6 +25,7 @@ from gpuboard.cluster.snapshot.processes import (
     unread,
 )
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
+from tests.board import made
 
 GIB = 2**30
 
@@ -78,20 +80,40 @@ def test_board_and_command_count_the_same_users_and_no_hidden_owner() -> None:
 
 def test_old_values_are_dim_and_in_no_mean() -> None:
     now, then = process(1, sm_percent=20), process(2, sm_percent=80)
-    found = running([node("gpu01", [now]), node("gpu02", [then], state="stale")])
+    nodes = [node("gpu01", [now]), node("gpu02", [then], state="stale")]
+    found = running(nodes)
     assert overview(found, found, [], "by pid", {"gpu02"})[0][0].endswith("of 2 nodes  2.0G  SM 20%")
+    scene = made.scene(*nodes)
     [group] = grouped(found, {}, ())
-    headings = running_row(group, (), {"gpu02"}, mine=False, indent=True, bar=6, glyphs=UNICODE).cells
+    headings = running_row(group, scene, (), mine=False, indent=True, bar=6, glyphs=UNICODE).cells
     assert not callable(headings)
     assert str(headings[0].text).endswith("SM 20%")
     styles = []
     for one in found:
-        row = running_row(one, (), {"gpu02"}, mine=False, indent=False, bar=6, glyphs=UNICODE)
+        row = running_row(one, scene, (), mine=False, indent=False, bar=6, glyphs=UNICODE)
         assert callable(row.cells)
         sm = row.cells()[5].text
         assert isinstance(sm, tuple)
         styles.append((row.dim, [style for _, style in sm]))
     assert styles == [(False, ["busy", "dim", ""]), (True, ["dim", "dim", "dim"])]
+
+
+def test_a_process_of_one_mig_device_is_named_by_it_on_the_board() -> None:
+    split = made.mig("gpu01", 2, "busy", "busy")
+    on_one, on_both = process(1), process(2)
+    devices = [
+        msgspec.structs.replace(device, processes=found)
+        for device, found in zip(split.mig, ([on_both], [on_one, on_both]), strict=True)
+    ]
+    gpus = [
+        msgspec.structs.replace(split, mig=devices, processes=[on_one, on_both]), made.gpu("gpu01", 3),
+        made.gpu("gpu01", 4, processes=[process(3)]), made.gpu("gpu01", 5, processes=[process(3)]),
+    ]  # fmt: skip
+    scene = made.scene(made.node("gpu01", gpus))
+    found = running(scene.snapshot.nodes)
+    assert {one.pid: gpus_of(one, scene) for one in found} == {1: "2:1", 2: "2", 3: "4-5"}
+    assert [one.indexes for one in found] == ["2", "2", "4-5"]
+    assert "on gpu01:2:1 " in about(found[0], scene)[0][0][0]
 
 
 def test_a_reused_pid_is_another_process() -> None:

@@ -16,7 +16,15 @@ from gpuboard.board.filter.processes import PROCESSES, is_mine
 from gpuboard.board.preferences import ProcessOrder
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.base import SortedScreen
-from gpuboard.board.text.processes import about, cluster_columns, group_key, meter_cells, overview, running_row
+from gpuboard.board.text.processes import (
+    about,
+    cluster_columns,
+    group_key,
+    meter_cells,
+    old_nodes,
+    overview,
+    running_row,
+)
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid, LazyRows, Row
 from gpuboard.board.widgets.pane import Lines
@@ -104,12 +112,11 @@ class ProcessesScreen(SortedScreen):
             for group in grouped(shown, self._runs, ended):
                 items += [group, *group.processes]
 
-        old = _old(scene)
         bar, glyphs = meter_cells(self.size.width), self.board.look.glyphs
 
         def row(item: Running | JobProcesses) -> Row:
             own = isinstance(item, Running) and is_mine(item, scene.uids.get(item.node))
-            return running_row(item, ended, old, mine=own, indent=order.tree, bar=bar, glyphs=glyphs)
+            return running_row(item, scene, ended, mine=own, indent=order.tree, bar=bar, glyphs=glyphs)
 
         grid = self.grid
         grid.set_empty("No process matches the filter.\nEscape clears it." if found else "No process on any GPU.")
@@ -125,7 +132,7 @@ class ProcessesScreen(SortedScreen):
         missing = [] if scene is None else unread(scene.snapshot)
         sort, down = self.current_order
         glyphs = self.board.look.glyphs
-        old = frozenset() if scene is None else _old(scene)
+        old = frozenset() if scene is None else old_nodes(scene)
         order = f"by {self.orders()[sort]} {glyphs.down if down else glyphs.up}"
         lines = [overview(found, shown, self._marked(), order, old)]
         if missing:
@@ -135,8 +142,8 @@ class ProcessesScreen(SortedScreen):
 
     @on(Grid.Moved)
     def _about(self) -> None:
-        one = self._found.get(self.grid.cursor or "")
-        self.query_one("#about", Lines).set_lines([] if one is None else about(one))
+        one, scene = self._found.get(self.grid.cursor or ""), self.board.scene
+        self.query_one("#about", Lines).set_lines([] if one is None or scene is None else about(one, scene))
 
     def _read_runs(self) -> None:
         """Read the user's own runs in the background: their leases name the groups."""
@@ -214,8 +221,3 @@ class ProcessesScreen(SortedScreen):
 
 def _key(item: Running | JobProcesses) -> str:
     return group_key(item) if isinstance(item, JobProcesses) else item.key
-
-
-def _old(scene: Scene) -> frozenset[str]:
-    """Return the nodes whose processes are shown as they were at their last reading."""
-    return frozenset(node.name for node in scene.snapshot.nodes if node.state != "up")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from gpuboard.board.scene import Place
+from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.format import FLAG_MARKS, UNKNOWN, flag_role
 from gpuboard.board.text.gpu_row import known
 from gpuboard.board.text.plots import meter
 from gpuboard.board.text.rows import Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.cluster.snapshot.processes import JobProcesses, Running, ended_leases, note, sums, totals
-from gpuboard.model.snapshot import ProcessView
+from gpuboard.model.request import slots
+from gpuboard.model.snapshot import GpuView, ProcessView
 from gpuboard.model.units import compact_size, format_duration
 
 BUSY_SM = 5  # percent of SM time below which a process counts as idle
@@ -41,6 +42,22 @@ NODE_MOST = 24  # cells of the column of nodes
 def process_key(process: ProcessView) -> str:
     """Return a process's identity: pids are reused."""
     return f"{process.pid}:{process.started}"
+
+
+def device_numbers(gpu: GpuView) -> dict[str, int]:
+    """Return the number of the MIG device of each process that is on one device only, by ``process_key``."""
+    found: dict[str, list[int]] = {}
+    for number, device in enumerate(gpu.mig):
+        for process in device.processes or ():
+            found.setdefault(process_key(process), []).append(number)
+    return {key: numbers[0] for key, numbers in found.items() if len(numbers) == 1}
+
+
+def gpus_of(one: Running, scene: Scene) -> str:
+    """Return the GPUs of a process as its node's rows name them: ``0-3,7``; its MIG device: ``2:1``."""
+    node, key = scene.nodes.get(one.node), process_key(one)
+    devices = {gpu.uuid: device_numbers(gpu).get(key) for gpu in node.gpus if gpu.mig} if node else {}
+    return slots([(gpu.index, devices.get(gpu.uuid)) for gpu in one.gpus])
 
 
 def process_rows(place: Place, *, dim: bool) -> list[Row]:
@@ -104,22 +121,20 @@ def meter_cells(cells: int) -> int:
 
 def running_row(
     item: Running | JobProcesses,
+    scene: Scene,
     ended: Collection[str],
-    old: Collection[str],
     *,
     mine: bool,
     indent: bool,
     bar: int,
     glyphs: Glyphs,
 ) -> Row:
-    """Return the row of a process in ``cluster_columns``, or the heading of a group. ``old``: nodes with old values."""
+    """Return the row of a process in ``cluster_columns``, or the heading of a group."""
     if isinstance(item, JobProcesses):
-        return Row(
-            group_key(item), (Cell(f"{item.title}  {sums(item.processes)}{_total(item.processes, old)}"),), group=True
-        )
-    dim = item.node in old
-    made = partial(_running_cells, item, ended, mine=mine, dim=dim, indent=indent, bar=bar, glyphs=glyphs)
-    return Row(item.key, made, dim=dim)
+        words = f"{item.title}  {sums(item.processes)}{_total(item.processes, old_nodes(scene))}"
+        return Row(group_key(item), (Cell(words),), group=True)
+    made = partial(_running_cells, item, scene, ended, mine=mine, indent=indent, bar=bar, glyphs=glyphs)
+    return Row(item.key, made, dim=_is_old(item, scene))
 
 
 def group_key(group: JobProcesses) -> str:
@@ -127,15 +142,25 @@ def group_key(group: JobProcesses) -> str:
 
 
 def _running_cells(
-    one: Running, ended: Collection[str], *, mine: bool, dim: bool, indent: bool, bar: int, glyphs: Glyphs
+    one: Running, scene: Scene, ended: Collection[str], *, mine: bool, indent: bool, bar: int, glyphs: Glyphs
 ) -> tuple[Cell, ...]:
     user, pid, memory, sm, *rest = process_cells(one, ended, mine=mine)
     if indent:
         user = user._replace(text=" " * _INDENT + str(user.text))
     if bar:
+        dim = _is_old(one, scene)
         full, track = meter(None if one.sm_percent is None else one.sm_percent / 100, bar, glyphs)
         sm = Cell(((full, "dim" if dim else "busy"), (track, "dim"), (f"{sm.text:>4}", sm.style or "dim" * dim)))
-    return (user, Cell(one.node), Cell(one.indexes), pid, memory, sm, *rest)
+    return (user, Cell(one.node), Cell(gpus_of(one, scene)), pid, memory, sm, *rest)
+
+
+def old_nodes(scene: Scene) -> frozenset[str]:
+    """Return the nodes whose processes are shown as they were at their last reading."""
+    return frozenset(node.name for node in scene.snapshot.nodes if node.state != "up")
+
+
+def _is_old(one: Running, scene: Scene) -> bool:
+    return scene.nodes[one.node].state != "up"
 
 
 def _total(found: Sequence[Running], old: Collection[str]) -> str:
@@ -151,7 +176,7 @@ def overview(
 ) -> Runs:
     """Return the line above the list: what is selected and ``shown``, on what actions depend, how much there is.
 
-    ``old``: nodes with old values.
+    ``old``: the ``old_nodes``.
     """
     words = f"{totals(found)}{_total(found, old)}" if found else "Processes: none"
     runs: list[tuple[str, str]] = []
@@ -164,9 +189,9 @@ def overview(
     return (*runs, (words, "title"), (f"   {order}", "dim"))
 
 
-def about(one: Running) -> list[Runs]:
+def about(one: Running, scene: Scene) -> list[Runs]:
     """Return the lines about the process under the cursor: columns cut long values."""
-    places = f"{one.node}:{one.indexes}"
+    places = f"{one.node}:{gpus_of(one, scene)}"
     parts = [f"pid {one.pid} on {places}", f"{compact_size(one.memory)} GPU", f"{compact_size(one.host_memory)} host"]
     parts += [f"{word} {value}" for word, value in (("job", one.job), ("lease", one.lease)) if value]
     parts += [f"container {one.container}"] if one.container else []

@@ -24,6 +24,7 @@ from gpuboard.board.text.gpu_row import (
     degrees,
     device_slot,
     device_state,
+    index_width,
     known,
     owner,
     row_key,
@@ -32,11 +33,12 @@ from gpuboard.board.text.gpu_row import (
 from gpuboard.board.text.lines import wrapped
 from gpuboard.board.text.picture import group_words, trouble_role
 from gpuboard.board.text.plots import curve, meter, metered, part_of, per_cell, scale
-from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, process_key, with_values
+from gpuboard.board.text.processes import PROCESS_COLUMNS, device_numbers, process_cells, process_key, with_values
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs, plot_role
 from gpuboard.cluster.snapshot.processes import ended_leases
 from gpuboard.model.gpu import Sensors, short_model
+from gpuboard.model.request import slot
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView
 from gpuboard.model.units import format_size
 
@@ -284,7 +286,8 @@ def no_process(places: Sequence[Place]) -> str:
 
 def process_columns(places: Sequence[Place]) -> tuple[Column, ...]:
     found = [process for place in places for process in place.part.processes or ()]
-    return with_values(TITLES, found, _ended(places))
+    gpu = TITLES[0]._replace(width=index_width(places[0].node.gpus if places else ()))
+    return with_values((gpu, *PROCESS_COLUMNS), found, _ended(places))
 
 
 def _ended(places: Sequence[Place]) -> frozenset[str]:
@@ -292,19 +295,20 @@ def _ended(places: Sequence[Place]) -> frozenset[str]:
 
 
 def process_rows(places: Sequence[Place]) -> list[Row]:
-    """Return a row per process and GPU, by GPU and memory."""
+    """Return a row per process and GPU, by GPU, MIG device and memory."""
     found = {
         f"{place.gpu.index}:{process_key(process)}": (place, process)  # once: a GPU in MIG mode may have several places
         for place in places
         for process in place.part.processes or ()
     }
-    ended = _ended(places)
-    ordered = sorted(found.items(), key=lambda one: (one[1][0].gpu.index, -(one[1][1].memory or 0), one[1][1].pid))
+    devices, ended = {place.gpu.uuid: device_numbers(place.gpu) for place in places}, _ended(places)
+    rows = [(key, place, devices[place.gpu.uuid].get(process_key(one)), one) for key, (place, one) in found.items()]
+    rows.sort(key=lambda row: (row[1].gpu.index, -1 if row[2] is None else row[2], -(row[3].memory or 0), row[3].pid))
     return [
-        Row(key, partial(_process_cells, place.gpu.index, process, ended), dim=place.node.state != "up")
-        for key, (place, process) in ordered
+        Row(key, partial(_process_cells, slot(place.gpu.index, number), one, ended), dim=place.node.state != "up")
+        for key, place, number, one in rows
     ]
 
 
-def _process_cells(index: int, process: ProcessView, ended: Collection[str]) -> Sequence[Cell]:
-    return (Cell(str(index)), *process_cells(process, ended))
+def _process_cells(gpu: str, process: ProcessView, ended: Collection[str]) -> Sequence[Cell]:
+    return (Cell(gpu), *process_cells(process, ended))
