@@ -183,6 +183,26 @@ async def test_a_long_reason_has_the_room_that_curves_leave_and_moves_no_row(tmp
         assert re.sub(" +", " ", f"{first} {second}") == f"{reason} P0 1980 MHz"
 
 
+async def test_rows_without_reasons_have_that_of_the_cursor_below(tmp_path: Path) -> None:
+    held = gpu("dgx", 1, "reserved", reason="carol, 4h55m left: debug the loader", flags=["idle"])
+    shot = eight(gpus=[busy("dgx", 0, "bob", sick=["XID 94"]), held, *(gpu("dgx", at) for at in range(2, 8))])
+    async with opened(tmp_path, shot, size=(80, 24)) as (app, _, pilot):
+
+        def below() -> list[str]:
+            lines = screen(app).splitlines()
+            at = next(number for number, line in enumerate(lines) if line.split()[:2] == ["GPU", "User"])
+            return [lines[at - 2].split()[0], lines[at - 1].strip()]
+
+        assert below() == ["7", "GPU 0  sick (XID 94); bob: python (pid 4000)"]
+        await pilot.press("down")
+        await settle(pilot, lambda: below() == ["7", "GPU 1  carol, 4h55m left: debug the loader"])
+        await next_scene(app, pilot, eight(gpus=[gpu("dgx", at) for at in range(8)]))
+        assert below() == ["7", "GPU 1  no process, no reservation"]
+        for size in ((80, 14), (140, 24), (120, 34)):  # too few lines; a column has reasons; each row has its own
+            await pilot.resize_terminal(*size)
+            await settle(pilot, lambda: "GPU 1  no" not in screen(app))
+
+
 async def test_a_meter_is_as_long_as_its_value(tmp_path: Path) -> None:
     halves = [gpu("dgx", 0, utilization=50, memory_used=40 * GIB, power=350.0, power_limit=700.0)]
     async with opened(tmp_path, scene(node("dgx", halves)), size=(200, 30)) as (_, shown, _):

@@ -139,7 +139,10 @@ class _Body(NamedTuple):
             found += [laid_over(part, self.look.style("cursor")) for part in drawn] if row is first else drawn
         host = [runs_of(Cell(runs), self.base, self.look) for runs in self._host()]
         below = [[(" " * MARK_WIDTH, self.base), *runs] for runs in self._processes(places, width - MARK_WIDTH)]
-        lines = [*host, self._titles(titles, widths, width, indent=MARK_WIDTH), *found, *below]
+        size = width - MARK_WIDTH, rows
+        reason = single_node.reason_lines(items, None if first is None else first.key, self.scene, size)
+        further = [runs_of(Cell(runs), self.base, self.look) for runs in reason]
+        lines = [*host, self._titles(titles, widths, width, indent=MARK_WIDTH), *found, *further, *below]
         return [fit_runs(runs, self.columns, self.base, ellipsis="") for runs in lines[:rows]]
 
     def _host(self) -> Sequence[Runs]:

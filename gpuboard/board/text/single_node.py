@@ -34,7 +34,7 @@ from gpuboard.board.text.lines import wrapped
 from gpuboard.board.text.picture import group_words, trouble_role
 from gpuboard.board.text.plots import curve, meter, metered, part_of, per_cell, scale
 from gpuboard.board.text.processes import PROCESS_COLUMNS, device_numbers, process_cells, process_key, with_values
-from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs
+from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs, share
 from gpuboard.board.theme.styles import Glyphs, plot_role
 from gpuboard.cluster.snapshot.processes import ended_leases
 from gpuboard.model.gpu import Sensors, short_model
@@ -90,9 +90,12 @@ def tall_for(node: NodeView, rows: int, height: int) -> int:
 
     Except for the headings of groups it depends on no reading, so that nothing jumps.
     """
+    return max(1, min(_lines_each(node, rows, height), _TALLEST))
+
+
+def _lines_each(node: NodeView, rows: int, height: int) -> int:
     every = sum(1 + len(gpu.mig) for gpu in node.gpus)
-    room = (height - _HOST_LINES - _PROCESS_LINES) // max(1, rows, every)
-    return max(1, min(room, _TALLEST))
+    return (height - _HOST_LINES - _PROCESS_LINES) // max(1, rows, every)
 
 
 @lru_cache
@@ -240,6 +243,25 @@ def _reason(of: GpuView | MigView, scene: Scene) -> Cell:
     users = users_of(of, scene)
     whole = width(", ".join(users)) <= _USER
     return Cell(reason_of(of, users if whole else ()), "dim" if of.state == "free" else "")
+
+
+def reason_lines(items: Sequence[Shown], key: str | None, scene: Scene, size: tuple[int, int]) -> Sequence[Runs]:
+    """Return the line below the rows with the reason of the GPU at ``key``, where rows have no room for theirs.
+
+    ``size``: cells for a row, and lines in all. Whether there is a line depends on no reading, so that nothing jumps.
+    """
+    cells, height = size
+    node = scene.snapshot.nodes[0]
+    columns = columns_for(1, index_width(node.gpus))
+    if _lines_each(node, len(items), height) != 1 or any(columns[at].key == "reason" for at in share(columns, cells)):
+        return []
+    found = next((item for item in items if row_key(item) == key), None)
+    if not isinstance(found, Device | Place):
+        return [((" ", ""),)]
+    of = found.mig if isinstance(found, Device) else found.gpu
+    name = device_slot(found.place.gpu, found.mig) if isinstance(found, Device) else str(found.gpu.index)
+    reason = _reason(of, scene)
+    return [((f" GPU {name}  ", "dim"), (str(reason.text), reason.style))]
 
 
 def host_lines(node: NodeView, glyphs: Glyphs, cells: int) -> Sequence[Runs]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
 
@@ -12,10 +13,12 @@ from gpuboard.board.history import History
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text import single_node as text
 from gpuboard.board.text.gpu_row import Shown, index_width, row_key, with_devices
+from gpuboard.board.text.rows import MARK_WIDTH
 from gpuboard.board.widgets.grid import HEADER, Grid, LazyRows, Row
 from gpuboard.board.widgets.on_board import OnBoard
 from gpuboard.board.widgets.pane import Lines
 
+_SCROLL_BAR = 1  # cells
 _EMPTY_LINES = 3  # for the text in place of rows
 
 
@@ -56,12 +59,13 @@ class SingleNode(OnBoard, Vertical):
         super().__init__(id=id)
         self.grid = MeterGrid(history, id="meters")
         self.processes = ProcessGrid(text.TITLES, id="node-processes")
-        self._host = Lines(id="host")
+        self._host, self._reason = Lines(id="host"), Lines(id="reason")
         self._shown: tuple[Scene, Sequence[Item]] | None = None
 
     def compose(self) -> ComposeResult:
         yield self._host
         yield self.grid
+        yield self._reason
         yield self.processes
 
     def on_resize(self) -> None:
@@ -78,7 +82,16 @@ class SingleNode(OnBoard, Vertical):
         wanted = rows * tall if rows else _EMPTY_LINES
         self.grid.styles.height = min(HEADER + wanted, max(HEADER + 1, self.size.height - len(host)))
         self.grid.show(scene, items, tall)
+        self._show_reason()
         places = [item for item in items if isinstance(item, Place)]
         self.processes.set_empty(text.no_process(places))
         self.processes.set_columns(text.process_columns(places))
         self.processes.set_rows(text.process_rows(places))
+
+    @on(Grid.Moved)
+    def _show_reason(self) -> None:
+        """Show why the GPU under the cursor is in its state, where its row has no room for that."""
+        if self._shown is not None:
+            scene, items = self._shown
+            size = self.size.width - _SCROLL_BAR - MARK_WIDTH, self.size.height
+            self._reason.set_lines(text.reason_lines(with_devices(items), self.grid.cursor, scene, size))
