@@ -24,6 +24,7 @@ from gpuboard.scheduler.slurm import service as slurm
 from gpuboard.scheduler.slurm.cache import Cache, CachedAnswer, now
 from gpuboard.scheduler.slurm.query_cycle import CycleResult
 from gpuboard.scheduler.slurm.site import here
+from tests.calls import calls_of
 from tests.slurmtext import FOLDER
 from tests.waiting import Stopwatch, until
 
@@ -292,41 +293,25 @@ def test_a_change_during_a_query_is_queried_again(bench: tuple[dict[str, str], P
     assert (folder / "log").read_text().split() == ["job", "node"] * 3, "and then no more"
 
 
-def test_a_change_while_an_answer_is_stored_is_queried_again(
-    bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_while_an_answer_is_stored_is_queried_again(bench: tuple[dict[str, str], Path]) -> None:
     """A command that changes a job between the end of a query and the storing of its answer is not forgotten."""
     env, folder = bench
     asking = client(env)
-    store = asking._cache.store
-
-    def stored_after_a_change(record: CachedAnswer) -> None:
-        slurm.outdate(env)
-        store(record)
-
     asking.look(60.0)
     slurm.outdate(env)
-    monkeypatch.setattr(asking._cache, "store", stored_after_a_change)
-    asking.look(60.0)
+    with calls_of(Cache.store, lambda: slurm.outdate(env)):
+        asking.look(60.0)
     client(env).look(60.0)
     assert (folder / "log").read_text().split() == ["job", "node"] * 3
 
 
-def test_marking_an_answer_as_outdated_never_brings_back_an_older_one(
-    bench: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_marking_an_answer_as_outdated_never_brings_back_an_older_one(bench: tuple[dict[str, str], Path]) -> None:
     env, _ = bench
     asking = client(env)
     asking.look(60.0)
-    write = files.write_private
-
-    def written_after_an_answer(path: files.Path, data: bytes) -> None:
-        monkeypatch.undo()
-        asking._ask(60.0)
-        write(path, data)
-
-    monkeypatch.setattr(files, "write_private", written_after_an_answer)
-    slurm.outdate(env)
+    with calls_of(files.write_private, lambda: asking._ask(60.0)) as writes:
+        slurm.outdate(env)
+    assert writes
     assert asking._cache.load() == asking._known
 
 
