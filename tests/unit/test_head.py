@@ -29,6 +29,7 @@ from gpuboard.launch.supervisors import SupervisorEvent
 from gpuboard.launch.timing import HeadTiming
 from gpuboard.model.reading import Event
 from gpuboard.transport.connector import Connector
+from tests.calls import calls_of
 from tests.unit.test_plan import planned
 from tests.unit.test_watch import BOOM, RESET
 from tests.waiting import until
@@ -116,14 +117,12 @@ def unopened(tmp_path: Path) -> Iterator[Head]:
         )
 
 
-def test_a_request_is_handled_before_output_that_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[object] = []
-    with unopened(tmp_path) as head:
-        monkeypatch.setattr(head, "_take", taken.append)
+def test_a_request_is_handled_before_output_that_is_queued(tmp_path: Path) -> None:
+    with unopened(tmp_path) as head, calls_of(Head._take) as taken:
         head._inbox.put(SupervisorEvent("gpu01", Output(0, "out", "line\n")))
         head.stop("asked")
         assert head._pump(lambda: bool(taken), None)
-    assert taken[0] == ControlRequest("stop", None, "asked")
+    assert taken[0]["item"] == ControlRequest("stop", None, "asked")
 
 
 def test_a_deadline_passes_only_after_all_that_arrived_before_it(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from gpuboard.agent.launch.teardown import living
 from gpuboard.agent.launch.watch.forked import Looks
 from gpuboard.agent.nvml import process as nvml_process
 from gpuboard.keeper.daemon.loop import KeeperLoop
+from tests.calls import calls_of
 
 
 def test_timers_fire_in_their_order_and_once() -> None:
@@ -100,10 +101,8 @@ def test_a_timer_may_cancel_another_of_the_same_moment() -> None:
     assert seen == ["after"]
 
 
-def test_a_look_is_known_until_its_result_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_is_known_until_its_result_is_there(tmp_path: Path) -> None:
     """The process of a look is no helper that the ranks left running, and gets no signal once it has ended."""
-    signalled: list[int] = []
-    monkeypatch.setattr(teardown, "send_signal", lambda pid, _: signalled.append(pid))
     loop = Loop()
     looks = Looks(loop)
     results: list[dict[str, Any]] = []
@@ -120,8 +119,9 @@ def test_a_look_is_known_until_its_result_is_there(tmp_path: Path, monkeypatch: 
     assert pid in {process.pid for process in living(config, os.getpid(), [])}
     assert pid not in {process.pid for process in living(config, os.getpid(), looks.pids)}
     told.touch()
-    while not results:
-        loop.turn()
+    with calls_of(teardown.send_signal) as signalled:
+        while not results:
+            loop.turn()
     assert (results, looks.pids, signalled) == ([{"ranks": [1]}], set(), [])
     os.waitpid(pid, 0)
 
