@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuboard.agent.claims import files
+from gpuboard.agent.claims import protocol
 from gpuboard.agent.claims import store as claims
 from tests.unit.claims_help import ALICE, BOB, ask, claims_folder, root, take
 from tests.waiting import until
@@ -64,13 +65,14 @@ def overlaps(lines: list[str], killed_at: float) -> list[str]:
 
 @root
 @pytest.mark.parametrize("lock", ["honoured", "held by a hostile user"])
-def test_two_users_race_and_die(lock: str, folder: str, tmp_path: Path) -> None:
+def test_two_users_race_and_die(lock: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """12 processes of two users, one killed every 30 ms: no GPU twice, and no part of a set left by the living."""
     log = tmp_path / "log"
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # opened here: the users need no way to it
+    hostile = os.open(folder, os.O_RDONLY)
     if lock != "honoured":
-        no_lock = pytest.MonkeyPatch()
-        no_lock.setattr(files.Files, "lock", lambda self, wait_s: False)
+        fcntl.flock(hostile, fcntl.LOCK_EX)
+        monkeypatch.setattr(protocol, "LOCK_WAIT_S", 0.0)
     context = multiprocessing.get_context("fork")
     over = context.RawValue(ctypes.c_byte, 0)  # it has no lock that one who is killed would keep
     processes = [context.Process(target=racer, args=(folder, (ALICE, BOB)[i % 2], i, over, fd)) for i in range(12)]
@@ -92,8 +94,7 @@ def test_two_users_race_and_die(lock: str, folder: str, tmp_path: Path) -> None:
     finally:
         over.value = 1
         os.close(fd)
-        if lock != "honoured":
-            no_lock.undo()
+        os.close(hostile)
     lines = log.read_text().splitlines()
     assert lines
     assert overlaps(lines, time.monotonic()) == []
