@@ -334,15 +334,6 @@ def test_unexpected_exception_is_one_line_and_a_traceback_with_debug(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("gpuboard.cli.setup.config.run", interrupted)
-    assert main(["config"]) == 130
-    assert capsys.readouterr().err == ""
-
-
 def test_an_unknown_command_raises_usage_error_before_any_import() -> None:
     with pytest.raises(UsageError):
         load("os")
