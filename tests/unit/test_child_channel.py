@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import queue
 
 import pytest
@@ -12,17 +10,7 @@ from gpuboard.transport.base import TransportError
 from gpuboard.transport.exit_errors import explain_exit
 from gpuboard.transport.process import ChildChannel, Exit
 from gpuboard.transport.spawn import spawn
-
-
-@pytest.fixture(params=["pidfd", "no pidfd"])
-def pidfd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with pidfds, and as under a kernel before 5.3."""
-
-    def fail(pid: int, flags: int = 0) -> int:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    if request.param == "no pidfd":
-        monkeypatch.setattr(os, "pidfd_open", fail)
+from tests.kernel import Under, on_each_kernel
 
 
 class Ended:
@@ -46,15 +34,15 @@ def explain(ending: Exit) -> TransportError:
     return explain_exit(ending.code, ending.stderr, "python3")
 
 
-def ended(command: str, exit_s: float = 60.0) -> str:
+def ended(under: Under, command: str, exit_s: float = 60.0) -> str:
     """Run a command as a child; return why its channel ended. The channel itself would wait 0.05 s when closed."""
     handler = Ended()
     channel = ChildChannel(handler, explain, end_s=0.05, exit_s=exit_s)
-    channel.start(spawn(["/bin/sh", "-c", command]))
+    under(lambda: channel.start(spawn(["/bin/sh", "-c", command])))
     return str(handler.error.get(timeout=60))
 
 
-@pytest.mark.usefixtures("pidfd")
+@on_each_kernel
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -64,12 +52,12 @@ def ended(command: str, exit_s: float = 60.0) -> str:
         ("exec >&-; sleep 0.2; kill -9 $$", "the agent was killed by signal 9"),
     ],
 )
-def test_a_child_that_closes_its_output_may_take_its_time_to_end(command: str, words: str) -> None:
-    assert ended(command) == words
+def test_a_child_that_closes_its_output_may_take_its_time_to_end(under: Under, command: str, words: str) -> None:
+    assert ended(under, command) == words
 
 
-@pytest.mark.usefixtures("pidfd")
-def test_a_signal_that_the_channel_sent_is_no_cause() -> None:
-    assert ended("exec >&-; exec sleep 600", exit_s=0.1) == (
+@on_each_kernel
+def test_a_signal_that_the_channel_sent_is_no_cause(under: Under) -> None:
+    assert ended(under, "exec >&-; exec sleep 600", exit_s=0.1) == (
         "the agent ended: closed its output but did not exit within 0.1 s; gpuboard killed it"
     )

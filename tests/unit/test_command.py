@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -11,10 +10,9 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from gpuboard.transport.command import Command, run
 from tests.agent import still_there
+from tests.kernel import Under, on_each_kernel
 from tests.waiting import until
 
 
@@ -50,14 +48,9 @@ def test_one_that_ended_during_a_suspend_keeps_its_result(tmp_path: Path) -> Non
         (tmp_path / "pid").unlink()
 
 
-@pytest.mark.parametrize("pidfds", [True, False])
-def test_its_end_counts_while_others_keep_its_pipes_open(pidfds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(pid: int, flags: int = 0) -> int:
-        raise OSError(errno.ENOSYS, "Function not implemented")  # a kernel before 5.3
-
-    if not pidfds:
-        monkeypatch.setattr(os, "pidfd_open", fail)
-    ran = run(["/bin/sh", "-c", "sleep 600 & echo $!; exit 3"], os.environ, 60.0)
+@on_each_kernel
+def test_its_end_counts_while_others_keep_its_pipes_open(under: Under) -> None:
+    ran = under(lambda: run(["/bin/sh", "-c", "sleep 600 & echo $!; exit 3"], os.environ, 60.0))
     os.kill(int(ran.out), signal.SIGKILL)
     assert (ran.code, ran.ended) == (3, True)
 
