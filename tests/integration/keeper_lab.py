@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +44,15 @@ def command_line(pid: str) -> bytes:
             os.close(fd)
     except OSError:
         return b""
+
+
+def watched_by(keeper: int) -> set[int]:
+    """Return the processes whose end a keeper waits for: those of its pidfds."""
+    found: set[int] = set()
+    with contextlib.suppress(FileNotFoundError):  # closed meanwhile, or the keeper has ended
+        for entry in os.scandir(f"/proc/{keeper}/fdinfo"):
+            found.update(int(pid) for pid in re.findall(r"^Pid:\t(\d+)", Path(entry.path).read_text(), re.MULTILINE))
+    return found
 
 
 class Lab:
@@ -140,6 +150,10 @@ class Lab:
         os.kill(pid, number)
         until(lambda: number != signal.SIGKILL or self.keeper_pid() is None)
         return pid
+
+    def watched(self) -> set[int]:
+        """Return the processes whose end the keeper waits for."""
+        return watched_by(int((self.place / "lock").read_text()))
 
     def keepers(self) -> list[int]:
         """Return the pids of all processes that are a keeper of this lab."""
