@@ -66,6 +66,11 @@ def do(process: Running, command: str) -> str:
     return line_of(process)
 
 
+def keepers(slurm: SlurmCluster) -> list[int]:
+    """The pids of alice's keepers, as seen from outside."""
+    return [p.pid for p in slurm.nodes["login1"].processes(lambda p: "keeper.daemon" in " ".join(p.argv), user="alice")]
+
+
 def left(slurm: SlurmCluster, user: str = "alice") -> list[str]:
     """Return the names of all files of leases in the user's state folder, for any host."""
     state = slurm.nodes.home(user) / ".local" / "state" / "gpuboard"

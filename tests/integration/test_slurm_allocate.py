@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -13,7 +12,19 @@ import msgspec
 import pytest
 
 from gpuboard.model.rankmap import RankMap, problems
-from tests.integration.slurm_leases import DETACHED, all_gone, allocate, do, gpuboard, left, line_of, refused, shell
+from tests.integration.keeper_lab import watched_by
+from tests.integration.slurm_leases import (
+    DETACHED,
+    all_gone,
+    allocate,
+    do,
+    gpuboard,
+    keepers,
+    left,
+    line_of,
+    refused,
+    shell,
+)
 from tests.nvml import Gpu
 from tests.slurm import SlurmCluster, configured
 from tests.waiting import Stopwatch, until
@@ -58,9 +69,9 @@ def test_a_process_with_the_variable_of_the_lease_keeps_it(slurm: SlurmCluster) 
     with shell(slurm, "--n", "1") as process:
         assert line_of(process) == "code 0"
         pid = do(process, "setsid sleep 600 >/dev/null 2>&1 & echo $!")
-        until(lambda: slurm.nodes["login1"].processes(lambda p: p.argv[:1] == ("sleep",)), "it runs")
+        [train] = until(lambda: slurm.nodes["login1"].processes(lambda p: p.argv[:1] == ("sleep",)), "it runs")
         process.send_signal(signal.SIGKILL)
-        time.sleep(3.0)
+        until(lambda: any(train.pid in watched_by(keeper) for keeper in keepers(slurm)), "the keeper finds it")
         [number] = slurm.jobs()
         assert slurm.job(number)["JobState"] == "RUNNING"
         slurm.run(["kill", pid], check=True)

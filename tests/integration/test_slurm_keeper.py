@@ -11,18 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import PATH, Running
-from tests.integration.slurm_leases import all_gone, allocate, do, gpuboard, left, line_of, shell
+from tests.integration.slurm_leases import all_gone, allocate, do, gpuboard, keepers, left, line_of, shell
 from tests.slurm import SlurmCluster
 from tests.waiting import Stopwatch, until
 
 pytestmark = pytest.mark.nodes
 
 SHORT = '[slurm]\nsilence = "9s"\n'  # in place of three minutes: the keeper then sends a heartbeat every 1.5 s
-
-
-def keepers(slurm: SlurmCluster) -> list[int]:
-    """The pids of alice's keepers, as seen from outside."""
-    return [p.pid for p in slurm.nodes["login1"].processes(lambda p: "keeper.daemon" in " ".join(p.argv), user="alice")]
 
 
 def end(*pids: int) -> None:
