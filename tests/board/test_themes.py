@@ -17,6 +17,8 @@ from textual.screen import ModalScreen
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
+from gpuboard.board.screens.cluster import ClusterScreen
+from gpuboard.board.screens.help import HelpScreen
 from gpuboard.board.terminal.guard import is_utf8
 from gpuboard.board.theme import themes
 from gpuboard.board.theme.styles import ROLES, THEMED, UNICODE
@@ -304,15 +306,14 @@ async def test_with_no_color_nothing_is_coloured(tmp_path: Path, core: Core, mon
     core.env = {**environment(tmp_path), "NO_COLOR": "1"}
     async with board(core) as (app, pilot):
         assert app.theme == "plain"
-        for key in ("", "question_mark", "ctrl+p"):
-            if key:
-                await pilot.press(key)
-                await pilot.pause(0.3)
+        for key, kind in (("", ClusterScreen), ("question_mark", HelpScreen), ("ctrl+p", CommandPalette)):
+            await pilot.press(*filter(None, [key]))
+            await settle(pilot, lambda: isinstance(app.screen, kind))  # noqa: B023
             coloured = {str(s.style) for s in _segments(app) if s.style and (s.style.color or s.style.bgcolor)}
             assert coloured == set(), key
         await pilot.press("escape", "escape")
         app.use_theme("light")
-        await pilot.pause(0.1)
+        await settle(pilot, lambda: app.theme == "light" and isinstance(app.screen, ClusterScreen))
         assert not any(s.style and (s.style.color or s.style.bgcolor) for s in _segments(app))
 
 
