@@ -273,7 +273,9 @@ async def test_a_launch_that_is_not_possible_is_explained_in_the_dialog(exp: Exp
         await fill(pilot, folder=str(exp.work))
         await pilot.press("enter")
         await lab.settle(pilot, lambda: lab.shown(app, "Not launched: sim01:1 is busy: bob"))
-        await pilot.pause(1.5)
+        for _ in range(2):
+            before = app.scene
+            await lab.settle(pilot, lambda: app.scene is not before)  # noqa: B023
         assert lab.shown(app, "Not launched: sim01:1 is busy: bob"), "it stays until something is typed"
         await fill(pilot, gpus="zzzz")
         assert lab.shown(app, "write 2, gpu01:0,3 or your lease")
