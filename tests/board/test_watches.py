@@ -38,8 +38,6 @@ async def fill(pilot: Pilot[int], **texts: str) -> None:
 async def test_a_watch_notifies_when_enough_are_free(tmp_path: Path, core: Core) -> None:
     async with lab.board(core, (80, 24)) as (app, pilot):
         taken = await lab.reserved(app, core, pilot, 2, "L40S")
-        rung: list[int] = []
-        app.bell = lambda: rung.append(1)  # type: ignore[method-assign]  # headless, textual's does nothing
         await pilot.press("w")
         await fill(pilot, what="2", model="l40s", nodes="1")
         await lab.settle(pilot, lambda: "Will wait: requested 2 GPUs on one node of model l40s" in lab.screen(app))
@@ -47,11 +45,10 @@ async def test_a_watch_notifies_when_enough_are_free(tmp_path: Path, core: Core)
         await lab.settle(pilot, lambda: "2 free l40s on one node" in lab.screen(app))
         await pilot.press("escape")
         await lab.settle(pilot, lambda: "watching for 2 free l40s on one node" in lab.screen(app))
-        assert (len(app.watches.active), rung) == (1, [])
+        assert len(app.watches.active) == 1
         core.operations.release(taken.lease.id)
         await lab.settle(pilot, lambda: not app.watches.active)
         assert lab.toasts(app)[-1] == "Available: 2 free l40s on one node: sim02:0-1"
-        assert rung == [1]
         await lab.settle(pilot, lambda: "watching" not in lab.screen(app))
         assert lab.claims(tmp_path) == []
 
@@ -170,9 +167,9 @@ def test_a_real_terminal_shows_the_notification(tmp_path: Path) -> None:
         sequence = b"\x1b]9;gpuboard: Available: 1 free GPU: "
         until(lambda: sequence in terminal.written, "a notification")
         until(lambda: b"\x1b]777;notify;gpuboard: Available;1 free GPU: " in terminal.written, "the other one")
-        assert b"\x07" in terminal.written.partition(sequence)[0][-500:]
         terminal.press(b"q")
         terminal.ends(5)
+        assert terminal.text.count("\x07") == 1  # the bell, without the ends of sequences
 
 
 async def test_watches_are_listed_and_removed(core: Core) -> None:
