@@ -70,8 +70,9 @@ async def test_keys_keep_their_order_after_the_machine_was_suspended(tmp_path: P
         typed._now, typed._at = Key("a", "a"), widget  # that has not come so far
         burst(app, "l")
         await settle(pilot, lambda: typed._waiting)
+        before = typed._checks
         time.sleep(3.0)  # nothing here goes on meanwhile
-        await asyncio.sleep(0.2)
+        await settle(pilot, lambda: typed._checks > before)
         assert isinstance(app.screen, ClusterScreen)
         await widget.remove()  # now it never will
         await settle(pilot, lambda: isinstance(app.screen, LeasesScreen))
