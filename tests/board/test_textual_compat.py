@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
+import os
 import re
+import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from rich.segment import Segment
 from rich.style import Style
-from textual import _parser, _time, timer
+from textual import _time, timer
 from textual._compositor import Compositor
 from textual.app import App, ComposeResult
 from textual.command import CommandList
 from textual.containers import Container, VerticalScroll
 from textual.drivers import web_driver
 from textual.drivers.headless_driver import HeadlessDriver
-from textual.drivers.linux_driver import LinuxDriver
 from textual.events import Key, Paste
 from textual.filter import LineFilter, Monochrome
 from textual.geometry import Region, Size
@@ -33,6 +35,8 @@ from textual.worker import WorkerState
 import gpuboard.board
 import gpuboard.board.web.driver
 from gpuboard.board.terminal import textual_compat as compat
+from tests.board.pty_lab import Terminal
+from tests.waiting import until
 
 
 async def test_the_driver_s_app() -> None:
@@ -40,17 +44,29 @@ async def test_the_driver_s_app() -> None:
     assert compat.app_of(HeadlessDriver(app)) is app
 
 
-async def test_a_sequence_is_written_to_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[str] = []
-    monkeypatch.setattr(HeadlessDriver, "write", lambda _, data: written.append(data))
-    app: App[int] = App()
-    compat.write_to_terminal(app, "before it runs")
-    async with app.run_test():
-        compat.write_to_terminal(app, "headless")
-        monkeypatch.setattr(type(app), "is_headless", property(lambda _: False))
-        compat.write_to_terminal(app, "\x1b]9;x\x07")
-        monkeypatch.undo()
-    assert [data for data in written if data in {"before it runs", "headless", "\x1b]9;x\x07"}] == ["\x1b]9;x\x07"]
+SMALL = """
+from textual.app import App
+from gpuboard.board.terminal.textual_compat import ContinueHookDriver, write_to_terminal
+
+class Driver(ContinueHookDriver):
+    def on_continue(self):
+        pass
+
+class Small(App):
+    def on_ready(self):
+        write_to_terminal(self, f"\\x1b]9;{getattr(self._driver, 'reads_keys', 'headless')}\\x07")
+        self.exit(self._driver)
+
+write_to_terminal(Small(), "\\x1b]9;does not run\\x07")
+Small().run(headless=True)
+print(f"\\x1b]9;{Small(Driver).run().reads_keys}\\x07")
+"""
+
+
+def test_an_app_writes_sequences_and_reads_keys_while_it_has_a_terminal() -> None:
+    with contextlib.closing(Terminal([sys.executable, "-c", SMALL], os.environ)) as terminal:
+        terminal.ends(60)
+        assert re.findall(rb"\x1b]9;(.+?)\x07", terminal.written) == [b"True", b"False"], terminal.text
 
 
 async def test_the_text_of_a_screen_with_what_is_below_a_dialog() -> None:
@@ -303,15 +319,13 @@ def test_the_first_unhandled_exception_goes_to_the_hook() -> None:
     assert [str(error) for error in Crashing.crashes[:1]] == ["'first'"]
 
 
-async def test_a_page_key_before_the_palette_has_a_size_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_key_before_the_palette_has_a_size_does_nothing() -> None:
     app: App[int] = App()
     async with app.run_test() as pilot:
-        await app.push_screen(compat.SafePalette())
+        app.push_screen(compat.SafePalette())
+        for key in ("pagedown", "pageup"):
+            app.post_message(Key(key, None))
         await pilot.pause()
-        region = CommandList.scrollable_content_region
-        monkeypatch.setattr(CommandList, "scrollable_content_region", property(lambda _: ()))
-        await pilot.press("pagedown")
-        monkeypatch.setattr(CommandList, "scrollable_content_region", region)
         await pilot.press("down", "pagedown")
         assert isinstance(app.screen, compat.SafePalette)
 
@@ -327,33 +341,6 @@ async def test_a_palette_closed_before_its_search_begins_ends_nothing() -> None:
         await search.wait()
         assert search.state is WorkerState.SUCCESS
         assert app.is_running
-
-
-async def test_sigcont_goes_to_the_hook_unless_textual_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    class Driver(compat.ContinueHookDriver):
-        def __init__(self) -> None:
-            """Without a terminal and without signal handlers."""
-            self._must_signal_resume = False
-            self._key_thread = None
-            self._loop = asyncio.get_running_loop()
-
-        def on_continue(self) -> None:
-            calls.append("hook")
-
-    monkeypatch.setattr(LinuxDriver, "_sigcont_application", lambda *_: calls.append("textual"))
-    driver = Driver()
-    assert not driver.reads_keys
-    handler = cast("Any", driver)._sigcont_application
-    handler(18, None)
-    await asyncio.sleep(0)
-    driver._must_signal_resume = True
-    handler(18, None)
-    assert calls == ["hook", "textual"]
-    source = inspect.getsource(LinuxDriver)
-    for name in ("self._must_signal_resume = True", "SIGCONT, self._sigcont_application", "self._key_thread.start()"):
-        assert name in source
 
 
 COLOURED = "\x1b[200~\x1b[31mquit\x1b[0m: Kill\x7f\x9b?\tyes\r\nno\x1b\x1b[201~x\x1b[A\x1b[200~y\x1b[201~"
@@ -373,14 +360,12 @@ def test_the_driver_of_a_browser_uses_that_parser() -> None:
     assert "= XTermParser(" in inspect.getsource(web_driver)
 
 
-def test_an_escape_is_undecided_until_its_time_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_escape_is_undecided_until_its_time_has_passed() -> None:
     parser = compat.PasteParser()
     undecided = [parser.is_undecided]
     assert not [*parser.feed("\x1b")]
     undecided.append(parser.is_undecided)
-    now = _time.get_time()
-    monkeypatch.setattr(_parser, "get_time", lambda: now + 60)
-    assert [cast("Key", event).key for event in parser.tick()] == ["escape"]
+    assert [cast("Key", event).key for event in until(lambda: [*parser.tick()])] == ["escape"]
     assert [*undecided, parser.is_undecided] == [False, True, False]
 
 
