@@ -19,7 +19,7 @@ def host_graphs(node: NodeView, samples: HostSamples, frame: GraphFrame) -> list
     cpu, load = f"{node.cpu_percent or 0:.0f} %", f"{node.load1 or 0:.2f}"
     used = f"{format_size(node.memory_used)} of {format_size(node.memory_total)}"
     memory = [None if part is None else part * total_gib for part in samples.memory]
-    unit = 1e9 if max((value or 0.0 for value in samples.network), default=0.0) >= 1e9 else 1e6  # as in words
+    unit = 1e9 if max((value or 0.0 for value in samples.network), default=0.0) >= 1e9 else 1e6  # as ``rate`` has it
     network = [None if value is None else value / unit for value in samples.network]
     readings = (node.cpu_percent, node.memory_used, node.load1, node.net_received)
     shown = (
