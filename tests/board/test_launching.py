@@ -6,7 +6,6 @@ import asyncio
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from gpuboard.board.app import BoardApp
-from gpuboard.board.dialogs import launch
 from gpuboard.board.dialogs.base import Tick
 from gpuboard.board.dialogs.launch import LaunchDialog, open_launch
 from gpuboard.board.dialogs.launch_process import (
@@ -35,8 +33,9 @@ from gpuboard.errors import UsageError
 from gpuboard.launch.runs.index import Runbook
 from gpuboard.launch.target import Target
 from gpuboard.model.request import Pick, Request
-from tests.board import lab, made
+from tests.board import lab, made, other
 from tests.board.launches import Exp
+from tests.security.hostile import fuse
 from tests.waiting import until
 
 # Words → the command line
@@ -289,30 +288,25 @@ async def test_a_launch_that_is_not_possible_is_explained_in_the_dialog(exp: Exp
         assert exp.claims() == []
 
 
-async def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(
-    exp: Exp, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = threading.Event()
-    asked: list[str] = []
-
-    def hangs(command: str, folder: str) -> FileProblems:
-        asked.append(command)
-        answers.wait(60)
-        return check_files(command, folder)
-
-    monkeypatch.setattr(launch, "check_files", hangs)
+@other.needs_root
+async def test_a_file_system_that_hangs_holds_the_dialog_up_and_not_the_board(exp: Exp) -> None:
+    (exp.work / "hung.py").touch()
     async with lab.board(exp.core()) as (app, pilot):
         open_launch(app)
         await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
+        dialog = app.screen
+        assert isinstance(dialog, LaunchDialog)
         await fill_all(pilot, exp, "sleep.py")
-        await fill(pilot, command="nothere.py")
-        await pilot.press("enter")
-        await lab.settle(pilot, lambda: asked and lab.shown(app, "Will reserve sim02 GPU 0"))
-        assert isinstance(app.screen, LaunchDialog)
-        assert len(asked) == 1, "one look at a time"
-        answers.set()
+        await lab.settle(pilot, lambda: dialog._files.command == "sleep.py")
+        with fuse(str(exp.work / "hung.py"), "never answers"):
+            dialog.query_one("#field-command", Input).value = "hung.py"
+            await lab.settle(pilot, lambda: dialog._file_checks.busy)
+            await fill(pilot, command="nothere.py", gpus="sim01:2")
+            await pilot.press("enter")
+            await lab.settle(pilot, lambda: lab.shown(app, "Will reserve sim01 GPU 2"))
+            assert (app.screen, dialog._file_checks.busy, dialog._files.command) == (dialog, True, "sleep.py")
         await lab.settle(pilot, lambda: lab.shown(app, "no file nothere.py in that"))
-        assert not app.screen.busy
+        assert not dialog.busy
         assert exp.entries() == []
         await fill(pilot, command="end.py")
         await pilot.press("enter")
