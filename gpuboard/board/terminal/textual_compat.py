@@ -46,7 +46,7 @@ def app_of(driver: Driver) -> App[Any]:
 
 def write_to_terminal(app: App[Any], sequence: str) -> None:
     """Write a control sequence to the terminal of ``app`` (tests have none), as textual's bell and clipboard do."""
-    if app._driver is not None and not app.is_headless:
+    if app._driver is not None:
         app._driver.write(sequence)
 
 
