@@ -73,7 +73,7 @@ def test_lists_everybodys_processes_and_names_what_is_missing(nodes: Cluster, bu
     assert bobs[-1] == "2 processes on 2 GPUs of 2 nodes"
     tree = ps(nodes, "--tree").splitlines()
     assert [line for line in tree if ": " in line] == [
-        "lease k3f9qa of alice: 1 process on 2 GPUs of 1 node",
+        "ended lease k3f9qa of alice: 1 process on 2 GPUs of 1 node",
         "no run, job or lease: 2 processes on 2 GPUs of 2 nodes",
     ]
 
