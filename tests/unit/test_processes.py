@@ -74,7 +74,7 @@ def test_a_process_on_several_gpus_is_one() -> None:
 def test_board_and_command_count_the_same_users_and_no_hidden_owner() -> None:
     found = running([node("gpu01", [process(1), process(2, user=None)], [process(3, user="bob")])])
     words = "3 processes on 2 GPUs of 1 node, 2 users"
-    assert table(found, None, colour=False)[-1] == words
+    assert table(found, None, (), colour=False)[-1] == words
     assert overview(found, found, [], "by pid", ())[0][0] == f"{words}  3.0G"
 
 
@@ -185,12 +185,12 @@ def test_what_was_not_read_is_named() -> None:
 
 def test_a_hidden_user_is_not_counted_as_another_one() -> None:
     found = running([node("gpu01", [process(1), process(2, user=None), process(3, user=None)])])
-    assert table(found, None, colour=False)[-1] == "3 processes on 1 GPU of 1 node"
+    assert table(found, None, (), colour=False)[-1] == "3 processes on 1 GPU of 1 node"
 
 
 def test_columns_without_values_are_left_out() -> None:
     plain = running([node("gpu01", [process(4711, 3 * GIB, runtime_s=3725.0)])])
-    assert table(plain, None, colour=False) == [
+    assert table(plain, None, (), colour=False) == [
         "USER    NODE   GPU   PID  MEMORY  SM%  CPU%  HOST   TIME  COMMAND",
         "alice   gpu01    0  4711    3.0G    ?     ?     ?  1h02m  python 4711.py",
         "",
@@ -200,7 +200,7 @@ def test_columns_without_values_are_left_out() -> None:
         1, 700 * 2**20, user=None, rogue=True, sm_percent=97, cpu_percent=412.4, host_memory=2000 * GIB, lease="k3f9",
         container="3f4c0d0d0d0d", job="17",
     )  # fmt: skip
-    head, line, *_ = table(running([node("gpu01", [full])]), None, colour=False)
+    head, line, *_ = table(running([node("gpu01", [full])]), None, (), colour=False)
     assert head.split()[-5:] == ["JOB", "LEASE", "CONTAINER", "NOTE", "COMMAND"]
     words = "hidden gpu01 0 1 700M 97 412 2.0T ? 17 k3f9 3f4c0d0d0d0d rogue python 1.py"
     assert line.split() == words.split()
@@ -216,6 +216,6 @@ def test_no_line_exceeds_the_width(width: int) -> None:
         "job": "123456",
     }
     found = running([node("a-node-with-a-long-name", [process(4194304, **values)], [process(1)])])
-    lines = table(found, width, colour=False)
+    lines = table(found, width, (), colour=False)
     assert [line for line in lines if width_of(line) > width] == []
     assert "PID" in lines[0]

@@ -81,7 +81,7 @@ class ProcessesScreen(SortedScreen):
     def compose(self) -> ComposeResult:
         yield Lines(id="sums")
         yield self.filter_field()
-        yield Grid(cluster_columns((), 0, ()), marks=True, id="processes")
+        yield Grid(cluster_columns((), 0, (), ()), marks=True, id="processes")
         yield Lines(id="about")
         yield Footer()
 

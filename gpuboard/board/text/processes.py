@@ -106,7 +106,7 @@ def no_processes(place: Place) -> str:
 
 
 def cluster_columns(
-    names: Collection[str], cells: int, found: Collection[ProcessView], ended: Collection[str] = ()
+    names: Collection[str], cells: int, found: Collection[ProcessView], ended: Collection[str]
 ) -> tuple[Column, ...]:
     """Return the columns of processes on many nodes, for ``cells`` in all; names are as wide as the longest."""
     sizes = {"node": min(NODE_MOST, max([4, *map(len, names)])), "sm": 4 + meter_cells(cells)}

@@ -146,7 +146,7 @@ def _places(missing: Sequence[str]) -> str:
     return ", ".join([*([folded(nodes)] if nodes else []), *gpus])
 
 
-def table(found: Sequence[Running], width: int | None, ended: Collection[str] = (), *, colour: bool) -> list[str]:
+def table(found: Sequence[Running], width: int | None, ended: Collection[str], *, colour: bool) -> list[str]:
     """Return the lines of the table and, last, the totals. ``width`` in terminal cells; None: no limit.
 
     ``ended``: the ``ended_leases``.
