@@ -88,7 +88,7 @@ class Pane:
 
         try:
             until(look, what, timeout_s)
-        except AssertionError as error:
+        except (AssertionError, pytest.fail.Exception) as error:  # the latter: of the test's timeout
             raise AssertionError(f"{error}; the screen:\n{seen[0]}") from None
         return seen[0]
 
@@ -436,15 +436,15 @@ def test_it_comes_back_though_the_input_that_it_was_about_to_read_is_taken(scree
         os.kill(board, signal.SIGSTOP)
         screen.shows("Stopped", "shell$")
         screen.type("sleep 1000\n")
-        screen.shows("sleep 1000")
+        (sleep,) = until(partial(screen.host.processes, lambda p: p.argv == ("sleep", "1000"), user="alice"))
         screen.type("not for the board\n")
         screen.shows("not for the board")
         os.kill(board, signal.SIGCONT)
         until(lambda: state(board) == "T", "in the background it stops again")
         screen.keys("C-c")  # takes what was typed with it
-        screen.shows("^C")
+        until(lambda pid=sleep.pid: not alive(pid), "the command of the shell ends")  # type: ignore[misc]
         screen.type("fg\n")
-        screen.wait(lambda text: "sleep" not in text and letters(text) == USUAL, f"it is back, turn {turn}")
+        screen.wait(lambda text: "shell$" not in text and letters(text) == USUAL, f"it is back, turn {turn}")
 
 
 def test_leaving_takes_no_time_though_a_node_hangs(screen: Pane, started_nodes: Cluster) -> None:
