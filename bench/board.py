@@ -3,12 +3,13 @@
     python bench/board.py [--nodes 1000] [--seconds 20] [--keys 100] [--minutes 0] [--slurm]
 
 A separate process (bench/feeder.py) sends every node's protocol lines; the board decodes them, makes scenes and
-draws. Measured once headless (textual's run_test) and once in a real terminal (tmux, 200x60, textual's own driver):
+draws. Measured once headless (textual's run_test) and once in a real terminal (tmux, 200x60):
 
 * CPU: user and system time of the board's process, decoding included, after a settling time; also by thread.
-* key to frame: from the time stamp that textual's driver gives a key until the frame with the moved cursor is flushed
+* key to frame: from the time stamp that the driver gives a key until the frame with the moved cursor is flushed
   to the terminal. Keys come from tmux, at irregular intervals.
-* memory: resident size, after the settling time and at the end; ``--minutes 10`` for the long run.
+* memory: resident size, after the settling time and at the end. Its goal is for ten minutes after the first one:
+  only ``--minutes 10`` compares with it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 GOAL_CPU_PERCENT = 15.0
 GOAL_KEY_MS = 50.0
-GOAL_GROWTH_PERCENT = 5.0
+GOAL_GROWTH_PERCENT, GOAL_MINUTES = 5.0, 10.0
 SETTLE_S = 8.0
 SIZE = (200, 60)
 START_S = 60.0
@@ -61,7 +62,7 @@ def main() -> None:
         if kind == "tmux" and shutil.which("tmux") is None:
             sys.exit("tmux is not installed")
         with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as folder:
-            report(kind, measure(kind, args, Path(folder)))
+            report(kind, measure(kind, args, Path(folder)), minutes=args.minutes if kind == "tmux" else 0.0)
 
 
 def measure(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -116,8 +117,8 @@ def environ(folder: Path) -> dict[str, str]:
     return env | home | {"PYTHONPATH": str(Path(__file__).parents[1]), "LANG": "C.UTF-8", "COLORTERM": "truecolor"}
 
 
-def report(kind: str, found: dict[str, Any]) -> None:
-    """Print the results with their goals."""
+def report(kind: str, found: dict[str, Any], minutes: float) -> None:
+    """Print the results with their goals; ``minutes``: for which memory was measured."""
     cpu = found["cpu_percent"]
     threads = ", ".join(f"{name} {percent:.1f}" for name, percent in found["threads"].items())
     print(
@@ -135,8 +136,8 @@ def report(kind: str, found: dict[str, Any]) -> None:
     sizes = found["mib"]
     growth = 100 * (sizes[-1] / sizes[0] - 1)
     print(f"{kind}: memory {sizes[0]:.0f} MiB after {found['first_s']:.0f} s, {sizes[-1]:.0f} after ", end="")
-    print(f"{found['last_s']:.0f} s: {growth:+.1f} %; goal at most +{GOAL_GROWTH_PERCENT:.0f} in 10 minutes: ", end="")
-    print(_verdict(growth <= GOAL_GROWTH_PERCENT))
+    print(f"{found['last_s']:.0f} s: {growth:+.1f} %; goal at most +{GOAL_GROWTH_PERCENT:.0f} in 10 minutes", end="")
+    print(f": {_verdict(growth <= GOAL_GROWTH_PERCENT)}" if minutes >= GOAL_MINUTES else " (measured by --minutes 10)")
 
 
 def _verdict(met: bool) -> str:

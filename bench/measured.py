@@ -17,13 +17,13 @@ from typing import Any, TextIO, cast
 from feeder import FeederConnector
 from slurm import stand_in
 from textual import events
-from textual.drivers.linux_driver import LinuxDriver
 
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.terminal import gc
+from gpuboard.board.terminal.driver import TerminalDriver
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
 from gpuboard.scheduler.find import find
@@ -62,8 +62,8 @@ class Clock:
 CLOCK = Clock()
 
 
-class MeasuredDriver(LinuxDriver):
-    """textual's driver for real terminals, with a clock on its output."""
+class MeasuredDriver(TerminalDriver):
+    """The board's driver, with a clock on its output."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
