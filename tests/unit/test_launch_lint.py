@@ -187,6 +187,22 @@ WARNED = [
     ),
     (
         """
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+        local_rank = int(os.getenv("LOCAL_RANK", 0))
+        if torch.cuda.is_available():
+            os.environ["CUDA_VISIBLE_DEVICES"] = f"{local_rank}"
+        def setup(rank):
+            os.environ.update({"CUDA_VISIBLE_DEVICES": str(rank)})
+        setup(local_rank)
+        """,
+        {
+            "rank as GPUs": "train.py:1 sets CUDA_VISIBLE_DEVICES to the number of a rank, "
+            "train.py:4 sets CUDA_VISIBLE_DEVICES to the number of a rank, "
+            "train.py:6 sets CUDA_VISIBLE_DEVICES to the number of a rank"
+        },
+    ),
+    (
+        """
         os.environ["RANK"] = "0"
         def setup():
             os.environ.update({"WORLD_SIZE": "1", "MASTER_ADDR": "localhost"})
@@ -548,6 +564,12 @@ CORRECT = {
         def evaluate(outputs):
             with multiprocessing.Pool(4) as pool:
                 return pool.map(len, outputs)
+    """,
+    "one of the chosen GPUs, or those that an option names": """
+        local_rank = int(os.environ["LOCAL_RANK"])
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"].split(",")[local_rank]
+        def setup(args):
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(args.gpus)
     """,
     "another way to compute": """
         class Net(nn.Module):

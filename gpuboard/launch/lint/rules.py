@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import pairwise
 
@@ -98,13 +98,13 @@ def _has_cuda(value: ast.expr) -> bool:
 
 
 def _fixed_port(tree: ScriptTree) -> Found:
-    for node, name, value in _variables_set(tree):
+    for node, name, value in _variables_fixed(tree):
         if name == "MASTER_PORT" and not _for_another_start(tree, node):
             yield node.lineno, f"sets MASTER_PORT to {value}"
 
 
 def _fixed_variable(tree: ScriptTree, variable: str) -> Found:
-    variables = _variables_set(tree)
+    variables = _variables_fixed(tree)
     sets = [(node, value) for node, name, value in variables if name == variable and (name, value) not in _WITHOUT_GPUS]
     if not sets:
         return
@@ -180,19 +180,23 @@ def _first_exits(tree: ScriptTree) -> _Exits:
     return lines
 
 
-def _variables_set(tree: ScriptTree) -> Iterator[tuple[ast.stmt | ast.expr, object, object]]:
+def _variables_fixed(tree: ScriptTree) -> Iterator[tuple[ast.stmt | ast.expr, object, object]]:
     """Yield where the environment gets a constant, the variable, and the constant."""
-    for node in tree.nodes:
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            if isinstance(node, ast.Assign) and isinstance(target, ast.Subscript):
-                value = constant(node.value)
-                if tree.name(target.value) == "os.environ" and value is not None:
-                    yield node, constant(target.slice), value
+    for node, name, value in _variables_set(tree):
+        if (found := constant(value)) is not None:
+            yield node, name, found
+
+
+def _variables_set(tree: ScriptTree) -> Iterator[tuple[ast.stmt | ast.expr, object, ast.expr]]:
+    """Yield where the environment gets a variable, its name, and its value."""
+    for node in [one for one in tree.nodes if isinstance(one, ast.Assign)]:
+        for target in node.targets:
+            if isinstance(target, ast.Subscript) and tree.name(target.value) == "os.environ":
+                yield node, constant(target.slice), node.value
     for call, name in tree.calls:
         if name == "os.environ.update" and call.args and isinstance(call.args[0], ast.Dict):
-            for key, word in zip(call.args[0].keys, call.args[0].values, strict=True):
-                if (value := constant(word)) is not None:
-                    yield call, constant(key), value
+            for key, value in zip(call.args[0].keys, call.args[0].values, strict=True):
+                yield call, constant(key), value
 
 
 def _fixed_url(tree: ScriptTree) -> Found:
@@ -230,20 +234,7 @@ def _starts_with_tcp(url: ast.expr | None) -> bool:
 
 
 def _rank_as_device(tree: ScriptTree) -> Found:
-    ranks = _rank_variables(tree)
-    binds = cache(_binds)  # of this script only
-
-    def is_rank(node: ast.expr | None) -> bool:
-        if node is None:
-            return False
-        scope = tree.function(node)
-        name = tree.name(node)
-        if name:
-            return (scope, name) in ranks or ((None, name) in ranks and not binds(scope, name))
-        return _from_rank(tree, node)
-
-    while more := set(_rank_parameters(tree, is_rank)) - ranks:
-        ranks |= more
+    is_rank = _ranks(tree, "RANK")
     for call, name in tree.calls:
         method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         device: ast.expr | None = None
@@ -263,8 +254,35 @@ def _rank_as_device(tree: ScriptTree) -> Found:
                 yield node.lineno, "uses RANK as the number of a GPU"
 
 
-def _rank_variables(tree: ScriptTree) -> set[tuple[ast.AST | None, str]]:
-    """Return, with the function of each, the variables that have RANK and no other value."""
+def _rank_as_gpus(tree: ScriptTree) -> Found:
+    is_rank = _ranks(tree, "LOCAL_RANK", "RANK")
+    for node, name, value in _variables_set(tree):
+        if name == "CUDA_VISIBLE_DEVICES" and is_rank(value):
+            yield node.lineno, "sets CUDA_VISIBLE_DEVICES to the number of a rank"
+
+
+def _ranks(tree: ScriptTree, *variables: str) -> Callable[[ast.expr | None], bool]:
+    """Return whether an expression is one of these variables of the environment, as a number or a string."""
+    ranks = _rank_variables(tree, variables)
+    binds = cache(_binds)  # of this script only
+
+    def is_rank(node: ast.expr | None) -> bool:
+        if node is None:
+            return False
+        scope = tree.function(node)
+        node = _unwrapped(node)
+        name = tree.name(node)
+        if name:
+            return (scope, name) in ranks or ((None, name) in ranks and not binds(scope, name))
+        return _from_rank(tree, node, variables)
+
+    while more := set(_rank_parameters(tree, is_rank)) - ranks:
+        ranks |= more
+    return is_rank
+
+
+def _rank_variables(tree: ScriptTree, variables: Sequence[str]) -> set[tuple[ast.AST | None, str]]:
+    """Return, with the function of each, the names whose only value is one of ``variables`` of the environment."""
     found: dict[tuple[ast.AST | None, str], bool] = {}
     for node in tree.nodes:
         if isinstance(node, ast.Assign):
@@ -277,7 +295,7 @@ def _rank_variables(tree: ScriptTree) -> set[tuple[ast.AST | None, str]]:
             if name := tree.name(target):
                 # An attribute (args.rank) may be used in any function.
                 key = (None if isinstance(target, ast.Attribute) else tree.function(node), name)
-                found[key] = found.get(key, True) and value is not None and _from_rank(tree, value)
+                found[key] = found.get(key, True) and value is not None and _from_rank(tree, value, variables)
     return {key for key, is_rank in found.items() if is_rank}
 
 
@@ -321,18 +339,35 @@ def _binds(scope: ast.AST | None, name: str) -> bool:
     )
 
 
-def _from_rank(tree: ScriptTree, value: ast.expr) -> bool:
-    """Whether an expression is RANK itself: of the environment or of the default process group."""
+def _from_rank(tree: ScriptTree, value: ast.expr, variables: Sequence[str]) -> bool:
+    """Whether an expression is one of ``variables`` of the environment, or the rank in the default process group."""
+    value = _unwrapped(value)
     if isinstance(value, ast.Subscript):
-        return tree.name(value.value) == "os.environ" and constant(value.slice) == "RANK"
+        return tree.name(value.value) == "os.environ" and constant(value.slice) in variables
     if not isinstance(value, ast.Call):
         return False
     name = tree.name(value.func)
-    if name == "int" and len(value.args) == 1:
-        return _from_rank(tree, value.args[0])
     if name in {"os.environ.get", "os.getenv"} and value.args:
-        return constant(value.args[0]) == "RANK"
+        return constant(value.args[0]) in variables
     return name == "torch.distributed.get_rank" and not value.args and not value.keywords
+
+
+def _unwrapped(node: ast.expr) -> ast.expr:
+    """Return what an expression makes a number or a string of: ``x`` of ``str(int(x))`` and of ``f"{x}"``."""
+    while True:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in {"str", "int"}
+            and node.args
+        ):
+            node = node.args[0]
+        elif (
+            isinstance(node, ast.JoinedStr) and len(node.values) == 1 and isinstance(node.values[0], ast.FormattedValue)
+        ):
+            node = node.values[0].value
+        else:
+            return node
 
 
 def _collective_before_device(tree: ScriptTree) -> Found:
@@ -503,6 +538,12 @@ RULES = (
                 "the ranks would use these GPUs in place of those that were chosen and checked; others may use them",
             ),
         )
+    ),
+    Rule(
+        "script: rank as GPUs",
+        _rank_as_gpus,
+        "it counts all GPUs of the node, so the rank would use another one than was chosen and checked",
+        "delete that line: gpuboard launch sets CUDA_VISIBLE_DEVICES; torch.cuda.set_device(local_rank) is enough",
     ),
     Rule(
         "script: fixed init_method",
