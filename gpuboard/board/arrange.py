@@ -282,14 +282,14 @@ def _rows(scene: Scene, matches: Matches | None) -> list[Row]:
 def matching(place: Place, scene: Scene, matches: Matches) -> Place | None:
     """Return a GPU that matches, with those of its MIG devices that do; if none does, but the GPU itself, with all."""
     node, gpu = place.node, place.gpu
-    if not matches(node, gpu, scene):
-        return None
+    if not gpu.mig:
+        return place if matches(node, gpu, scene) else None
+    whole = matches(node, gpu, scene)
+    alone = matches(node, msgspec.structs.replace(gpu, mig=[]), scene)  # "-user:alice": it has devices of others, too
     hidden = frozenset(device.uuid for device in gpu.mig if not matches(node, as_gpu(gpu, device), scene))
-    if not hidden:
-        return place
     if len(hidden) < len(gpu.mig):
-        return Place(node, gpu, hidden)
-    return place if matches(node, msgspec.structs.replace(gpu, mig=[]), scene) else None
+        return Place(node, gpu, hidden) if whole or alone else None
+    return place if whole and alone else None
 
 
 def as_gpu(gpu: GpuView, device: MigView) -> GpuView:

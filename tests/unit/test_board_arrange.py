@@ -234,6 +234,8 @@ def test_a_filter_leaves_out_the_mig_devices_that_do_not_match() -> None:
     assert keys(ViewState(), "user:erin state:free", shown) == []  # no device is both
     assert devices("-state:free") == ["busy", "reserved"]
     assert devices("-state:free,busy,reserved") == devices("-state:mig") == devices("-state:up") == []
+    assert devices("-user:erin") == devices("-user:erin -state:reserved") == ["free", "busy"]
+    assert devices("-user:erin -state:free,busy") == []
 
 
 def test_what_a_filter_leaves_out_is_not_counted() -> None:

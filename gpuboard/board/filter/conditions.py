@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
-from gpuboard.board.arrange import age_of, as_gpu, sensor
-from gpuboard.board.filter.language import Key, Language, Term
+from gpuboard.board.arrange import age_of, sensor
+from gpuboard.board.filter.language import Key, Language
 from gpuboard.board.filter.matchers import (
     exactly,
     gpu_index,
     named,
-    one_of,
     percent,
     person,
     place,
@@ -61,27 +60,10 @@ def _texts(node: NodeView, gpu: GpuView | None, scene: Scene) -> list[str | None
     return [*parts, *_jobs(gpu), *(job.user for job in _held_by(gpu))]
 
 
-def _own_states(node: NodeView, gpu: GpuView | None, scene: Scene) -> tuple[str, ...]:
-    return ("unknown" if gpu is None else gpu.state, "connecting" if node.connecting else node.state)
-
-
 def _states(node: NodeView, gpu: GpuView | None, scene: Scene) -> tuple[str, ...]:
     """Return the states of the node, of a GPU and of its MIG devices."""
-    own = _own_states(node, gpu, scene)
-    return own if gpu is None else (*own, *(device.state for device in gpu.mig))
-
-
-def _state(term: Term) -> Callable[[NodeView, GpuView | None, Scene], bool]:
-    """Compile states. Negated, a GPU in MIG mode needs one device that matches; the others are hidden."""
-    if not term.negative:
-        return one_of(_ALL_STATES, _states)(term)
-    by_itself = one_of(_ALL_STATES, _own_states)(term)
-
-    def holds(node: NodeView, gpu: GpuView | None, scene: Scene) -> bool:
-        devices = () if gpu is None else [as_gpu(gpu, device) for device in gpu.mig]
-        return by_itself(node, gpu, scene) and (not devices or any(by_itself(node, each, scene) for each in devices))
-
-    return holds
+    of_node = "connecting" if node.connecting else node.state
+    return ("unknown", of_node) if gpu is None else (gpu.state, of_node, *(device.state for device in gpu.mig))
 
 
 def _uuids(gpu: GpuView) -> tuple[str, ...]:
@@ -155,9 +137,8 @@ def _purposes(gpu: GpuView, scene: Scene) -> Iterable[str]:
     return (lease.purpose for uuid in _uuids(gpu) for lease in scene.leases_on(uuid))
 
 
-_ALL_STATES = (*STATES, *NODE_STATES)
 KEYS: Mapping[str, GpuKey] = {
-    "state": Key(f"one of {', '.join(_ALL_STATES)}", 1, _state, words=_ALL_STATES),
+    "state": word((*STATES, *NODE_STATES), _states),
     "user": person(_of_gpu(_people), _is_mine, cost=5),
     "node": place(lambda node, gpu, scene: (node.name,)),
     "gpu": gpu_index(lambda node, gpu, scene: () if gpu is None else (gpu.index,)),
