@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from gpuboard.board.overview.people import People, Person
 from gpuboard.board.overview.upcoming import Upcoming, UpcomingEnd
 from gpuboard.board.scene import Scene
+from gpuboard.model.gpu import NodeState
 from gpuboard.model.lease import LeaseGpu, LeaseList
 from gpuboard.model.snapshot import JobView, NodeView
 from gpuboard.model.units import seconds_of
@@ -47,6 +49,15 @@ def test_gpus_held_used_and_idle_are_counted_for_each_person() -> None:
         Person("mallory", used=1, rogue=1),
     ]
     assert [one.name for one in People().of(lab(), "used")] == ["alice", "mallory", "bob", "erin"]
+
+
+@pytest.mark.parametrize("state", ["stale", "unreachable"])
+def test_processes_on_a_node_whose_reading_is_old_are_not_counted(state: NodeState) -> None:
+    scene, people = lab(), People()
+    people.of(scene)
+    first, second = scene.snapshot.nodes
+    old = msgspec.structs.replace(first, state=state)
+    assert people.of(made.scene(old, second)) == [Person("bob", held=2), Person("erin", held=1)]
 
 
 def test_only_nodes_with_new_readings_are_counted_again() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gpuboard.board.scene import Scene
+from gpuboard.model.gpu import NodeState
 from gpuboard.model.snapshot import GpuView, NodeView, judged
 
 ORDERS = ("idle", "held", "used")
@@ -25,6 +26,7 @@ class Person(msgspec.Struct, frozen=True, gc=False):
 
 class _Tally(msgspec.Struct, gc=False):
     gpus: Sequence[GpuView]
+    state: NodeState
     leased: list[tuple[str, str]]  # UUIDs and owners
     held: Counter[str]
     used: Counter[str]
@@ -49,7 +51,7 @@ class People:
         for node in scene.snapshot.nodes:
             tally = self._tallies.get(node.name)
             leased = owners.get(node.name, [])
-            if tally is None or tally.gpus is not judged(node) or tally.leased != leased:
+            if tally is None or tally.gpus is not judged(node) or tally.state != node.state or tally.leased != leased:
                 tally = _count(node, leased, scene)
             tallies[node.name] = tally
             held.update(tally.held)
@@ -63,13 +65,15 @@ class People:
 
 def _count(node: NodeView, leased: list[tuple[str, str]], scene: Scene) -> _Tally:
     gpus = judged(node)
-    tally = _Tally(gpus, leased, Counter(), Counter(), Counter(), Counter())
+    tally = _Tally(gpus, node.state, leased, Counter(), Counter(), Counter(), Counter())
     for gpu in gpus:
         holders: set[str] = set()
         for unit in gpu.mig or (gpu,):
             owners = {lease.owner for lease in scene.leases_on(unit.uuid)} | {job.user for job in unit.jobs}
             tally.held.update(owners)
             holders |= owners
+        if node.state != "up":  # processes are of an old reading; its claims are no leases any more, either
+            continue
         if "idle" in gpu.flags:
             tally.idle.update(holders)
         processes = gpu.processes or ()
