@@ -22,7 +22,7 @@ from gpuboard.board.text.detail.log_line import bytes_words, drawn, matches, spa
 from gpuboard.board.widgets import log_file
 from gpuboard.board.widgets.log_file import LogFile, LogGone, LogPosition, Match, Window, find_in
 from gpuboard.board.widgets.log_view import LogView
-from gpuboard.launch.runs.folder import HeadProcess, RankView, RunView
+from gpuboard.launch.runs.folder import HeadProcess, RankView, RunState, RunView
 from gpuboard.launch.runs.index import RunEntry, log_trouble
 from tests.board import lab, made
 
@@ -270,12 +270,14 @@ class Lab:
 
 
 @asynccontextmanager
-async def opened(tmp_path: Path, size: tuple[int, int] = (100, 30), out: str = "", err: str = "") -> AsyncIterator[Lab]:
+async def opened(
+    tmp_path: Path, size: tuple[int, int] = (100, 30), out: str = "", err: str = "", *, state: RunState = "running"
+) -> AsyncIterator[Lab]:
     folder = tmp_path / "run"
     folder.mkdir(exist_ok=True)
     ranks = [RankView(rank, "gpu01", rank, rank + 4, 100 + rank, "running") for rank in range(3)]
     head = HeadProcess("h", "b", 1, 1)
-    view = RunView("rabc2345", None, "train.py", made.AT, "running", None, ranks, [], head, str(folder))
+    view = RunView("rabc2345", None, "train.py", made.AT, state, None, ranks, [], head, str(folder))
     async with made.still(tmp_path, made.scene(), size) as (app, pilot):
         found = Lab(app, pilot, folder)
         for text, stream in ((out, "out"), (err, "err")):
@@ -316,6 +318,12 @@ async def test_a_log_is_followed_until_one_scrolls_and_again_from_its_end(tmp_pa
         await log.until(lambda: log.rows()[0] == f"line {log.out.window.height - 1}")
         await log.press("pageup")
         await log.until(lambda: log.rows()[0] == "line 0")
+
+
+async def test_the_log_of_a_run_that_has_ended_is_not_followed(tmp_path: Path) -> None:
+    async with opened(tmp_path, out=numbered(0, 1000), state="done") as log:
+        await log.until(lambda: "line 999" in log.rows())
+        assert log.title() == "stdout · 8.9 kB · end"
 
 
 async def test_what_is_looked_for_is_found_highlighted_and_gone_through(tmp_path: Path) -> None:

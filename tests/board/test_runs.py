@@ -392,6 +392,14 @@ async def test_a_click_on_a_preview_opens_its_stream_once(tmp_path: Path, env: d
             await lab.settle(pilot, lambda: app.screen is screen)
 
 
+async def test_a_preview_follows_until_its_run_ends(tmp_path: Path, env: dict[str, str]) -> None:
+    (keep(env, view()) / "rank-0.err").write_text("hello of 0\n")
+    async with opened(tmp_path) as (app, pilot, _):
+        await lab.settle(pilot, lambda: lab.shown(app, "Rank 0 stderr · 11 B · end · following"))
+        keep(env, view(state="done"))
+        await lab.settle(pilot, lambda: lab.shown(app, "Rank 0 stderr · 11 B · end ─"))
+
+
 async def test_new_runs_and_states_appear_while_the_cursor_stays(tmp_path: Path, env: dict[str, str]) -> None:
     keep(env, view("rone"))
     async with opened(tmp_path) as (app, pilot, screen):

@@ -126,6 +126,8 @@ class LogScreen(BoardScreen):
             overflow="ellipsis",
         )
         self.query_one("#head", Static).update(text)
+        for each in self.query(LogView):
+            each.live = self._entry.live
 
     def _poll(self) -> None:
         if self.is_current:

@@ -327,6 +327,8 @@ class RunsScreen(FilteredScreen):
             return
         chosen = entry.view.id, self._rank(entry)
         views = {view.id: view for view in self.query(LogView)}
+        for view in views.values():
+            view.live = entry.live
         if chosen != self._logs:
             self._logs = chosen
             for stream, title in (("out", "stdout"), ("err", "stderr")):

@@ -11,6 +11,7 @@ from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.message import Message
+from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -36,6 +37,8 @@ class LogView(OnBoard, Widget):
     LogView { height: 1fr; }
     LogView.-empty { height: 1; }
     """
+
+    live = reactive(True)  # whether the log may still grow
 
     class StreamPicked(Message):
         """The user chose this stream by a click, or a search found its match there.
@@ -308,7 +311,7 @@ class LogView(OnBoard, Widget):
         else:
             parts.append(bytes_words(page.size))
             parts.append("end" if page.at_end else f"{100 * page.place.start // page.size} %")
-            parts += ["following"] if self.follow else []
+            parts += ["following"] if self.follow and self.live else []
             parts += ["wrapped"] if self.wrap else [f"from column {self.left + 1}"] if self.left else []
         style = base + look.style("title" if self.active else "dim")
         text = f"{' · '.join(parts)} "
