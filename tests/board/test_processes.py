@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import OptionList
@@ -16,7 +17,8 @@ from gpuboard.board.core import Core
 from gpuboard.board.dialogs.base import Choose, Confirm
 from gpuboard.board.screens.cluster import ClusterScreen
 from gpuboard.board.screens.gpu import GpuScreen
-from tests.board import lab, other
+from gpuboard.model.snapshot import ProcessView
+from tests.board import lab, made, other
 from tests.nvml import GIB, Gpu
 
 Sleeper = Callable[..., subprocess.Popen[bytes]]
@@ -105,6 +107,19 @@ async def test_the_process_under_the_cursor_of_a_gpus_screen(
         await pilot.press("tab", "enter")
         await lab.settle(pilot, lambda: process.poll() is not None)
         assert process.poll() == -signal.SIGINT
+
+
+async def test_a_process_of_a_mig_device_is_named_by_it(tmp_path: Path) -> None:
+    split = made.mig("gpu01", 2, "free", "busy")
+    process = ProcessView(4711, "alice", "python train.py", GIB, "compute", started=5.0, uid=1001)
+    device = msgspec.structs.replace(split.mig[1], processes=[process])
+    split = msgspec.structs.replace(split, mig=[split.mig[0], device], processes=[process])
+    shown = made.scene(made.node("gpu01", [split]), uids={"gpu01": 1001})
+    async with made.still(tmp_path, shown) as (app, pilot):
+        await pilot.press("K")
+        await choose(app, pilot, "TERM")
+        await lab.settle(pilot, lambda: isinstance(app.screen, Confirm))
+        assert lab.shown(app, "gpu01:2:1 pid 4711")
 
 
 @other.needs_root

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gpuboard.agent.nvml.terms import NO_DRIVER
-from gpuboard.board.text.processes import about, gpus_of, overview, running_row
+from gpuboard.board.text.processes import about, overview, running_row
 from gpuboard.board.theme.styles import UNICODE
 from gpuboard.cli.see.ps import table
 from gpuboard.cli.table import width_of
@@ -17,6 +17,7 @@ from gpuboard.cluster.snapshot.processes import (
     OnGpu,
     Running,
     ended_leases,
+    gpus_of,
     grouped,
     in_order,
     note,
@@ -64,9 +65,14 @@ def test_a_process_on_several_gpus_is_one() -> None:
     [one, other, alone] = running(
         [node("gpu02", [process(7)]), node("gpu01", [shared[0]], [shared[1], process(9, None)], [process(9, 1)])]
     )
-    assert (one.node, one.pid, one.indexes, one.memory, one.sm_percent) == ("gpu01", 7, "0-1", 3 * GIB, 40)
+    assert (one.node, one.pid, gpus_of(one, {}), one.memory, one.sm_percent) == ("gpu01", 7, "0-1", 3 * GIB, 40)
     assert one.gpus == [OnGpu(0, "GPU-gpu01-0", GIB, 40), OnGpu(1, "GPU-gpu01-1", 2 * GIB, None)]
-    assert (other.pid, other.indexes, other.memory, other.sm_percent) == (9, "1-2", None, None)  # a part is unknown
+    assert (other.pid, gpus_of(other, {}), other.memory, other.sm_percent) == (
+        9,
+        "1-2",
+        None,
+        None,
+    )  # a part is unknown
     assert (alone.node, alone.cpu_percent, alone.key) == ("gpu02", None, "gpu02:7:5.0")
     assert sums([one, other, alone]) == "3 processes on 4 GPUs of 2 nodes"
 
@@ -98,7 +104,7 @@ def test_old_values_are_dim_and_in_no_mean() -> None:
     assert styles == [(False, ["busy", "dim", ""]), (True, ["dim", "dim", "dim"])]
 
 
-def test_a_process_of_one_mig_device_is_named_by_it_on_the_board() -> None:
+def test_a_process_of_one_mig_device_is_named_by_it() -> None:
     split = made.mig("gpu01", 2, "busy", "busy")
     on_one, on_both = process(1), process(2)
     devices = [
@@ -111,8 +117,9 @@ def test_a_process_of_one_mig_device_is_named_by_it_on_the_board() -> None:
     ]  # fmt: skip
     scene = made.scene(made.node("gpu01", gpus))
     found = running(scene.snapshot.nodes)
-    assert {one.pid: gpus_of(one, scene) for one in found} == {1: "2:1", 2: "2", 3: "4-5"}
-    assert [one.indexes for one in found] == ["2", "2", "4-5"]
+    assert {one.pid: gpus_of(one, scene.nodes) for one in found} == {1: "2:1", 2: "2", 3: "4-5"}
+    lines = table(found, None, scene.snapshot.nodes, colour=False)
+    assert [line.split()[2:4] for line in lines[1:4]] == [["2:1", "1"], ["2", "2"], ["4-5", "3"]]
     assert "on gpu01:2:1 " in about(found[0], scene)[0][0][0]
 
 
@@ -171,7 +178,7 @@ def test_a_lease_that_has_ended_is_named_so_in_groups_and_notes() -> None:
         "ended lease k1 of alice", "lease k2 of alice", "no run, job or lease"
     ]  # fmt: skip
     assert {one.pid: note(one, ended) for one in found} == {1: "overdue", 2: "", 3: "", 4: ""}
-    assert [line.split()[-3] for line in table(found, None, ended, colour=False)[1:5]].count("overdue") == 1
+    assert [line.split()[-3] for line in table(found, None, nodes, colour=False)[1:5]].count("overdue") == 1
 
 
 def test_what_was_not_read_is_named() -> None:

@@ -11,7 +11,7 @@ from gpuboard.board.dialogs.base import Choose, Confirm
 from gpuboard.board.dialogs.request_form import places_words
 from gpuboard.board.scene import Scene
 from gpuboard.board.text.cells import fit
-from gpuboard.cluster.snapshot.processes import Running, on_gpus
+from gpuboard.cluster.snapshot.processes import Running, gpus_of, on_gpus
 from gpuboard.model.request import ChosenGpu
 from gpuboard.model.units import format_size
 
@@ -57,15 +57,15 @@ def open_signal(board: BoardApp, uuids: Sequence[str]) -> None:
     look = board.look
 
     def line(one: Running) -> Text:
-        words = f"{one.pid:>8} {fit(one.user or '?', 10)} {fit(_place(one), 14)} {format_size(one.memory):>8} "
+        words = f"{one.pid:>8} {fit(one.user or '?', 10)} {fit(_place(one, scene), 14)} {format_size(one.memory):>8} "
         return Text(words + fit(one.command, 28), look.style("dim" if refusal(scene, one) else ""))
 
     choose = Choose("Send a signal to", [(str(k), line(one)) for k, one in enumerate(found)])
     board.open_dialog(choose, lambda key: signal_these(board, [found[int(key)]]))
 
 
-def _place(one: Running) -> str:
-    return f"{one.node}:{one.indexes}"
+def _place(one: Running, scene: Scene) -> str:
+    return f"{one.node}:{gpus_of(one, scene.nodes)}"
 
 
 def _none_seen(scene: Scene | None, uuids: Sequence[str]) -> str:
@@ -98,7 +98,7 @@ def signal_these(board: BoardApp, found: Sequence[Running]) -> None:
 
     def chosen(signal: str) -> None:
         operations = board.core.operations
-        detail = f"{_described(own)}\n\nSIG{signal}: {SIGNALS[signal]}"
+        detail = f"{_described(own, scene)}\n\nSIG{signal}: {SIGNALS[signal]}"
         if refused:
             detail += f"\nNot to {len(refused)} of other users or with a hidden owner."
         confirm = Confirm(f"Send SIG{signal} to {name}?", Text(detail), verb=f"Send {signal}")
@@ -108,12 +108,13 @@ def signal_these(board: BoardApp, found: Sequence[Running]) -> None:
     board.open_dialog(Choose(title, [(signal, f"{signal:<5} {words}") for signal, words in SIGNALS.items()]), chosen)
 
 
-def _described(own: Sequence[Running]) -> str:
+def _described(own: Sequence[Running], scene: Scene) -> str:
     """Return what gets the signal: one process in full, a line for each of several, a line per node for many."""
     if len(own) == 1:
-        return f"{own[0].node}  pid {own[0].pid}\n{own[0].command}"
+        return f"{_place(own[0], scene)}  pid {own[0].pid}\n{own[0].command}"
     if len(own) <= _SINGLY:
-        return "\n".join(f"{fit(_place(one), 14)} pid {one.pid:<8} {fit(one.command, 30).rstrip()}" for one in own)
+        lines = (f"{fit(_place(one, scene), 14)} pid {one.pid:<8} {fit(one.command, 30).rstrip()}" for one in own)
+        return "\n".join(lines)
     pids: dict[str, list[str]] = {}
     for one in own:
         pids.setdefault(one.node, []).append(str(one.pid))

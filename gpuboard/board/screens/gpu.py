@@ -21,12 +21,12 @@ from gpuboard.board.text.detail.graphs import GraphFrame, graph_width
 from gpuboard.board.text.detail.sensors import activity_graphs, sensor_lines
 from gpuboard.board.text.lines import Runs, above, named, title
 from gpuboard.board.text.plots import plotted_until
-from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_key, process_rows, with_values
+from gpuboard.board.text.processes import PROCESS_COLUMNS, no_processes, process_rows, with_values
 from gpuboard.board.theme.styles import Glyphs
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid, Row
 from gpuboard.board.widgets.pane import Pane
-from gpuboard.cluster.snapshot.processes import ended_leases
+from gpuboard.cluster.snapshot.processes import ended_leases, process_key
 from gpuboard.model.snapshot import judged
 from gpuboard.model.units import format_duration
 

@@ -11,9 +11,17 @@ from gpuboard.board.text.gpu_row import known
 from gpuboard.board.text.plots import meter
 from gpuboard.board.text.rows import Cell, Column, Row, Runs
 from gpuboard.board.theme.styles import Glyphs
-from gpuboard.cluster.snapshot.processes import JobProcesses, Running, ended_leases, note, sums, totals
-from gpuboard.model.request import slots
-from gpuboard.model.snapshot import GpuView, ProcessView
+from gpuboard.cluster.snapshot.processes import (
+    JobProcesses,
+    Running,
+    ended_leases,
+    gpus_of,
+    note,
+    process_key,
+    sums,
+    totals,
+)
+from gpuboard.model.snapshot import ProcessView
 from gpuboard.model.units import compact_size, format_duration
 
 BUSY_SM = 5  # percent of SM time below which a process counts as idle
@@ -37,27 +45,6 @@ _REST = (
 PROCESS_COLUMNS = (_USER, *_REST)
 CLUSTER_COLUMNS = (_USER, Column("node", "Node", 8, weight=0), Column("gpu", "GPU", 5, right=True), *_REST)
 NODE_MOST = 24  # cells of the column of nodes
-
-
-def process_key(process: ProcessView) -> str:
-    """Return a process's identity: pids are reused."""
-    return f"{process.pid}:{process.started}"
-
-
-def device_numbers(gpu: GpuView) -> dict[str, int]:
-    """Return the number of the MIG device of each process that is on one device only, by ``process_key``."""
-    found: dict[str, list[int]] = {}
-    for number, device in enumerate(gpu.mig):
-        for process in device.processes or ():
-            found.setdefault(process_key(process), []).append(number)
-    return {key: numbers[0] for key, numbers in found.items() if len(numbers) == 1}
-
-
-def gpus_of(one: Running, scene: Scene) -> str:
-    """Return the GPUs of a process as its node's rows name them: ``0-3,7``; its MIG device: ``2:1``."""
-    node, key = scene.nodes.get(one.node), process_key(one)
-    devices = {gpu.uuid: device_numbers(gpu).get(key) for gpu in node.gpus if gpu.mig} if node else {}
-    return slots([(gpu.index, devices.get(gpu.uuid)) for gpu in one.gpus])
 
 
 def process_rows(place: Place, *, dim: bool) -> list[Row]:
@@ -151,7 +138,7 @@ def _running_cells(
         dim = _is_old(one, scene)
         full, track = meter(None if one.sm_percent is None else one.sm_percent / 100, bar, glyphs)
         sm = Cell(((full, "dim" if dim else "busy"), (track, "dim"), (f"{sm.text:>4}", sm.style or "dim" * dim)))
-    return (user, Cell(one.node), Cell(gpus_of(one, scene)), pid, memory, sm, *rest)
+    return (user, Cell(one.node), Cell(gpus_of(one, scene.nodes)), pid, memory, sm, *rest)
 
 
 def old_nodes(scene: Scene) -> frozenset[str]:
@@ -191,7 +178,7 @@ def overview(
 
 def about(one: Running, scene: Scene) -> list[Runs]:
     """Return the lines about the process under the cursor: columns cut long values."""
-    places = f"{one.node}:{gpus_of(one, scene)}"
+    places = f"{one.node}:{gpus_of(one, scene.nodes)}"
     parts = [f"pid {one.pid} on {places}", f"{compact_size(one.memory)} GPU", f"{compact_size(one.host_memory)} host"]
     parts += [f"{word} {value}" for word, value in (("job", one.job), ("lease", one.lease)) if value]
     parts += [f"container {one.container}"] if one.container else []

@@ -33,10 +33,10 @@ from gpuboard.board.text.gpu_row import (
 from gpuboard.board.text.lines import wrapped
 from gpuboard.board.text.picture import group_words, trouble_role
 from gpuboard.board.text.plots import curve, meter, metered, part_of, per_cell, scale
-from gpuboard.board.text.processes import PROCESS_COLUMNS, device_numbers, process_cells, process_key, with_values
+from gpuboard.board.text.processes import PROCESS_COLUMNS, process_cells, with_values
 from gpuboard.board.text.rows import GAP, Cell, Column, Row, Runs, share
 from gpuboard.board.theme.styles import Glyphs, plot_role
-from gpuboard.cluster.snapshot.processes import ended_leases
+from gpuboard.cluster.snapshot.processes import device_numbers, ended_leases, process_key
 from gpuboard.model.gpu import Sensors, short_model
 from gpuboard.model.request import slot
 from gpuboard.model.snapshot import GpuView, MigView, NodeView, ProcessView

@@ -22,6 +22,7 @@ from gpuboard.cluster.snapshot.processes import (
     ProcessList,
     Running,
     ended_leases,
+    gpus_of,
     grouped,
     in_order,
     note,
@@ -31,7 +32,7 @@ from gpuboard.cluster.snapshot.processes import (
     unread,
 )
 from gpuboard.errors import NoNodeReached
-from gpuboard.model.snapshot import Snapshot
+from gpuboard.model.snapshot import NodeView, Snapshot
 from gpuboard.model.text import clean, same_user
 from gpuboard.model.units import compact_size, format_duration
 
@@ -107,8 +108,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
         made = ProcessList(1, snapshot.at, snapshot.cluster, found, missing)
         write_json(made)
     else:
-        ended = ended_leases(snapshot.nodes)
-        lines = _tree(found, context, ended) if args.tree else table(found, context.width, ended, colour=context.colour)
+        read = snapshot.nodes
+        lines = _tree(found, context, read) if args.tree else table(found, context.width, read, colour=context.colour)
         if not found:
             nothing = {None: "no processes", ME: "you have no processes"}
             words = nothing.get(args.user) or f"no processes of {clean(args.user, 64)}"
@@ -146,23 +147,22 @@ def _places(missing: Sequence[str]) -> str:
     return ", ".join([*([folded(nodes)] if nodes else []), *gpus])
 
 
-def table(found: Sequence[Running], width: int | None, ended: Collection[str], *, colour: bool) -> list[str]:
+def table(found: Sequence[Running], width: int | None, nodes: Sequence[NodeView], *, colour: bool) -> list[str]:
     """Return the lines of the table and, last, the totals. ``width`` in terminal cells; None: no limit.
 
-    ``ended``: the ``ended_leases``.
+    ``nodes``: those on which the processes were found.
     """
-    return _lines([_row(one, ended) for one in found], width, colour=colour) + _total(found, width)
+    return _lines(_rows(found, nodes), width, colour=colour) + _total(found, width)
 
 
-def _tree(found: Sequence[Running], context: Context, ended: Collection[str]) -> list[str]:
+def _tree(found: Sequence[Running], context: Context, nodes: Sequence[NodeView]) -> list[str]:
     """Return the table with a heading above the processes of each run, job and lease."""
     from gpuboard.launch.runs.folder import by_lease, read_runs  # late: 20 ms
 
     runs = {lease: view.id for lease, view in by_lease(read_runs(context.env)).items()}
-    groups = grouped(found, runs, ended)
-    head, *lines = _lines(
-        [_row(one, ended) for group in groups for one in group.processes], context.width, colour=context.colour
-    )
+    groups = grouped(found, runs, ended_leases(nodes))
+    rows = _rows([one for group in groups for one in group.processes], nodes)
+    head, *lines = _lines(rows, context.width, colour=context.colour)
     shown = [head]
     for group in groups:
         title = clean(f"{group.title}: {sums(group.processes)}")
@@ -185,11 +185,16 @@ def _total(found: Sequence[Running], width: int | None) -> list[str]:
     return ["", text if width is None else elide(text, width)]
 
 
-def _row(one: Running, ended: Collection[str]) -> Row:
+def _rows(found: Sequence[Running], nodes: Sequence[NodeView]) -> list[Row]:
+    ended, by_name = ended_leases(nodes), {node.name: node for node in nodes}
+    return [_row(one, gpus_of(one, by_name), ended) for one in found]
+
+
+def _row(one: Running, gpus: str, ended: Collection[str]) -> Row:
     cells = (
         Cell("hidden", "35") if one.user is None else Cell(clean(one.user, 64)),
         Cell(clean(one.node, 64)),
-        Cell(one.indexes),
+        Cell(gpus),
         Cell(str(one.pid)),
         Cell(compact_size(one.memory)),
         Cell("?" if one.sm_percent is None else str(one.sm_percent)),

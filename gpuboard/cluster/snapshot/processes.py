@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gpuboard.cluster.snapshot.views import hides_gpus
+from gpuboard.model.request import slots
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
-from gpuboard.model.units import ranges
 
 
 class OnGpu(msgspec.Struct, frozen=True, gc=False):
@@ -27,11 +27,6 @@ class Running(ProcessView, frozen=True, gc=False, kw_only=True):
 
     node: str
     gpus: list[OnGpu]
-
-    @property
-    def indexes(self) -> str:
-        """Its GPUs: ``0-3,7``."""
-        return str(self.gpus[0].index) if len(self.gpus) == 1 else ranges({gpu.index for gpu in self.gpus})
 
     @property
     def key(self) -> str:
@@ -85,6 +80,27 @@ def _joined(node: str, parts: Sequence[tuple[OnGpu, ProcessView]]) -> Running:
             rogue=any(process.rogue for _, process in parts),
         )
     return Running(*msgspec.structs.astuple(whole), node=node, gpus=gpus)
+
+
+def process_key(process: ProcessView) -> str:
+    """Return a process's identity on its node: pids are reused."""
+    return f"{process.pid}:{process.started}"
+
+
+def device_numbers(gpu: GpuView) -> dict[str, int]:
+    """Return the number of the MIG device of each process that is on one device only, by ``process_key``."""
+    found: dict[str, list[int]] = {}
+    for number, device in enumerate(gpu.mig):
+        for process in device.processes or ():
+            found.setdefault(process_key(process), []).append(number)
+    return {key: numbers[0] for key, numbers in found.items() if len(numbers) == 1}
+
+
+def gpus_of(one: Running, nodes: Mapping[str, NodeView]) -> str:
+    """Return the GPUs of a process as ``status`` names them: ``0-3,7``; its MIG device: ``2:1``. ``nodes``: by name."""
+    node, key = nodes.get(one.node), process_key(one)
+    devices = {gpu.uuid: device_numbers(gpu).get(key) for gpu in node.gpus if gpu.mig} if node else {}
+    return slots([(gpu.index, devices.get(gpu.uuid)) for gpu in one.gpus])
 
 
 def ended_leases(nodes: Sequence[NodeView]) -> frozenset[str]:
