@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from gpuboard.board.sums import sums_of
+from gpuboard.cluster.snapshot.processes import ended_leases
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.snapshot import GpuView, NodeView, Snapshot, judged, tally
 
@@ -105,6 +106,11 @@ class Scene:
     def by_lease(self) -> dict[str, Lease]:
         """Every lease by its id; where two users have a lease with one id, the caller's."""
         return {lease.id: lease for lease in sorted(self.leases.leases, key=lambda lease: lease.mine)}
+
+    @cached_property
+    def ended_leases(self) -> frozenset[str]:
+        """The leases that have ended while processes of their owners still run."""
+        return ended_leases(self.snapshot.nodes)
 
     @cached_property
     def by_gpu(self) -> dict[str, list[Lease]]:

@@ -61,6 +61,14 @@ def test_what_a_query_finds_of_processes(text: str, pids: list[int]) -> None:
     assert [one.pid for one in running(SCENE.snapshot.nodes) if query.matches(one, SCENE)] == pids
 
 
+@pytest.mark.parametrize(("text", "pids"), [("flag:overdue", [1]), ("overdue", [1]), ("-flag:overdue", [2])])
+def test_a_query_finds_the_processes_of_ended_leases(text: str, pids: list[int]) -> None:
+    found = [ProcessView(pid, "alice", "python", GIB, "compute", lease=f"k{pid}") for pid in (1, 2)]
+    late, held = gpu("gpu01", 0, flags=["overdue"], processes=found), gpu("gpu01", 1, leases=["k2"])
+    shown, query = scene(node("gpu01", [late, held])), PROCESSES.parse(text)
+    assert [one.pid for one in running(shown.snapshot.nodes) if query.matches(one, shown)] == pids
+
+
 @pytest.mark.parametrize(
     ("text", "kinds"),
     [

@@ -22,7 +22,8 @@ def _total(one: Running, scene: Scene) -> int | None:
 
 
 def _flags(one: Running, scene: Scene) -> tuple[str, ...]:
-    return ("rogue",) if one.rogue else ()
+    marks = {"rogue": one.rogue, "overdue": one.lease in scene.ended_leases}
+    return tuple(flag for flag, shown in marks.items() if shown)
 
 
 PROCESSES: Language[[Running, Scene]] = Language(
@@ -41,7 +42,7 @@ PROCESSES: Language[[Running, Scene]] = Language(
         "lease": named("a lease's id, lease:k3f9", lambda one, scene: (one.lease,)),
         "container": named("a part of its name, container:pytorch", lambda one, scene: (one.container,), cost=2,
                            begins=False),
-        "flag": word(("rogue",), _flags, hint="rogue"),
+        "flag": word(("rogue", "overdue"), _flags),
         "command": named("a part of it, command:train.py", lambda one, scene: (one.command,), cost=3, begins=False,
                          offered=False),
     },

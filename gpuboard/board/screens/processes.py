@@ -32,7 +32,6 @@ from gpuboard.cluster.snapshot.processes import (
     SORTS,
     JobProcesses,
     Running,
-    ended_leases,
     grouped,
     in_order,
     running,
@@ -99,7 +98,7 @@ class ProcessesScreen(SortedScreen):
     def show(self, scene: Scene) -> None:
         """Draw the processes of ``scene``; only visible rows are made."""
         found = running(scene.snapshot.nodes)
-        ended = ended_leases(scene.snapshot.nodes)
+        ended = scene.ended_leases
         self._found = {one.key: one for one in found}
         query = self.query_in_force
         matching = [one for one in found if query.matches(one, scene)]
