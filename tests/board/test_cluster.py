@@ -98,6 +98,20 @@ async def test_the_picture_shows_every_node_and_gpu(tmp_path: Path) -> None:
         assert lines(shown.grid)[3].endswith("no reading for 12 s")
 
 
+@pytest.mark.parametrize(
+    ("size", "below"), [((120, 40), ["GPU lost:", "fallen off", "the bus"]), ((120, 20), ["GPU lost:…"])]
+)
+async def test_a_wide_cell_without_readings_has_the_reason_for_that(
+    tmp_path: Path, size: tuple[int, int], below: list[str]
+) -> None:
+    nothing = {"memory_used": None, "utilization": None, "processes": None, "temperature": None, "power": None}
+    lost = gpu("gpu1", 0, "broken", reason="GPU lost: fallen off the bus", **nothing)
+    nodes = node("gpu1", [lost, *(busy("gpu1", k) for k in range(1, 8))]), *crowd(5).snapshot.nodes
+    async with at_cluster(tmp_path, scene(*nodes), size) as (_, shown, _):
+        cells = [line[20:30].rstrip() for line in lines(shown.grid)]
+        assert cells[: 1 + len(below)] == ["X", *below]
+
+
 async def test_a_narrow_terminal_names_the_users_and_signs_that_matter(tmp_path: Path) -> None:
     users = node("gpu7", [*(busy("gpu7", k, "alexandra") for k in range(4)), busy("gpu7", 4, "bob")])
     async with at_cluster(tmp_path, scene(*lab().snapshot.nodes, users), (80, 24)) as (app, shown, pilot):
