@@ -27,7 +27,7 @@ from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Pane
 from gpuboard.config import Settings
 from tests.board.lab import board, environment, make_core, screen, settle
-from tests.board.made import busy, gpu, node, scene, still
+from tests.board.made import busy, gpu, lease, node, scene, still
 
 OKABE_ITO = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#ffffff"}
 COLOURED = ("colour-blind", "dark", "high-contrast", "light")
@@ -342,6 +342,25 @@ async def test_what_is_wrong_with_a_node_is_not_dim_in_its_dim_row(tmp_path: Pat
     async with still(tmp_path, scene(*nodes), (100, 30), settings=Settings(theme=name)) as (app, _):
         styles = [segment.style for segment in _segments(app) if "no answer" in segment.text]
         assert styles and not any(style is None or style.dim for style in styles)
+
+
+async def test_the_high_contrast_theme_underlines_no_blanks_of_own_leases(tmp_path: Path) -> None:
+    gpus = [gpu("gpu1", k, "reserved", utilization=50, links={f"GPU-gpu1-{1 - k}": 12}) for k in range(2)]
+    nodes = [node("gpu1", gpus), node("gpu2", [gpu("gpu2", 0)])]
+    own = [lease("k3f9", "me", [("gpu1", 0), ("gpu1", 1)]), lease("k3fa", "me", [("gpu2", 0)])]
+    shown = scene(*nodes, leases=own, uids={"gpu1": 1001, "gpu2": 1001})
+    async with still(tmp_path, shown, (160, 48), settings=Settings(theme="high-contrast")) as (app, pilot):
+
+        def of_role() -> list[str]:
+            found = [s for s in _segments(app) if s.style and s.style.underline]
+            return [s.text for s in found if s.style and s.style.bgcolor != app.look.style("cursor").bgcolor]
+
+        for keys, words in (((), "me"), (("v",), "me"), (("escape", "enter"), "NV12"), (("escape", "l"), "k3fa")):
+            await pilot.press(*keys)
+            await settle(pilot, lambda words=words: words in map(str.strip, of_role()))  # type: ignore[misc]
+            underlined = of_role()
+            assert not [text for text in underlined if text != text.strip()]
+            assert not set("".join(underlined)) & set("━╸─"), "a line below a bar"
 
 
 async def test_the_plain_theme_underlines_no_blanks(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from gpuboard.board.tables.held import HeldLease, held
 from gpuboard.board.text.detail import timeline
 from gpuboard.board.text.lines import wrapped
 from gpuboard.board.text.rows import Runs, share
+from gpuboard.board.theme.styles import plot_role
 from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Cell, Column, Grid, Row
 from gpuboard.board.widgets.pane import Lines
@@ -148,9 +149,8 @@ class LeasesScreen(SortedScreen):
         cells = []
         for column in columns:
             if column.key == _BAR:
-                cells.append(
-                    Cell(timeline.bar(self._axis, one.since, one.until, self._role(one), self.board.look.glyphs))
-                )
+                role = plot_role(self._role(one))
+                cells.append(Cell(timeline.bar(self._axis, one.since, one.until, role, self.board.look.glyphs)))
             elif column.key == "marks":
                 cells.append(Cell(one.marks))
             else:

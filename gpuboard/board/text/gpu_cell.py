@@ -7,7 +7,7 @@ from typing import NamedTuple
 from gpuboard.board.arrange import users_of
 from gpuboard.board.history import History
 from gpuboard.board.scene import Scene
-from gpuboard.board.text.cells import fit, fit_names
+from gpuboard.board.text.cells import fit, fit_names, fit_runs
 from gpuboard.board.text.format import UNKNOWN, flag_mark, gib, percent, reason_of
 from gpuboard.board.text.gpu_row import degrees, letter_of, owner, units, watts
 from gpuboard.board.text.lines import wrapped
@@ -90,11 +90,11 @@ def further_lines(gpu: GpuView, ink: Ink) -> list[Parts]:
     readable = has_readings(gpu)
     names = dict.fromkeys(user for device in gpu.mig for user in users_of(device, ink.scene))
     names = names or ({} if users == UNKNOWN and not readable else dict.fromkeys(users.split(", ")))
-    lines: list[Parts] = [[(fit_names(list(names), room), role)]]
+    lines = [fit_runs([(fit_names(list(names), room).rstrip(), role)], room, "")]
     if not readable and gpu.state in {"broken", "unknown"}:
         lines = lines if names else []
         most = max(1, size.lines - 1 - len(lines))
-        lines += [[(fit(text, room), state)] for text in wrapped(reason_of(gpu), room, most=most)]
+        lines += [fit_runs([(text, state)], room, "") for text in wrapped(reason_of(gpu), room, most=most)]
     if readable:
         power = [_power(gpu, room, look)] if size.lines >= _POWER_FROM else []
         lines += [_memory(gpu, room, plot_role(state), look), *power]

@@ -245,8 +245,9 @@ def ending_lines(endings: Sequence[UpcomingEnd], now: float, cells: int, most: i
         left = "now" if left_s < 1 else format_duration(left_s)
         role = "mine" if one.mine else ""
         lines.append([
-            (f"{left:>6}  ", "warn" if left_s < _SOON_S else role),
-            (f"{fit(one.user, 9)} {one.gpus:>4} ", role),
+            *fit_runs([(left, "warn" if left_s < _SOON_S else role)], 6, "", right=True), ("  ", ""),
+            *fit_runs([(one.user, role)], 9, ""),
+            *fit_runs([(f"{one.gpus}", role)], 5, "", right=True), (" ", ""),
             (f"{fit(one.name, name)} " if name else "", "dim"),
             (one.place, role),
         ])  # fmt: skip

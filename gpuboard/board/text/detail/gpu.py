@@ -9,7 +9,7 @@ from gpuboard.board.arrange import age_of
 from gpuboard.board.dialogs.request_form import local
 from gpuboard.board.history import Samples
 from gpuboard.board.scene import Place, Scene
-from gpuboard.board.text.cells import fit
+from gpuboard.board.text.cells import fit, fit_runs
 from gpuboard.board.text.detail.graphs import Graph, GraphFrame, graph_width, graphs
 from gpuboard.board.text.detail.health import evidence
 from gpuboard.board.text.detail.sensors import beside_utilization
@@ -159,8 +159,12 @@ def links(place: Place, width: int) -> list[Runs]:
         for other, words in zip(node.gpus, table.words, strict=True):
             own = other.uuid == gpu.uuid
             row = [(f"{word:>{_CELL}}", "unknown" if word == "?" else "dim" if word == SELF else "") for word in words]
-            if own:
-                row = [(text, role or "mine") for text, role in row]
+            if own:  # the blanks are apart: a theme may underline
+                row = [
+                    run
+                    for text, role in row
+                    for run in fit_runs([(text.strip(), role or "mine")], _CELL, "", right=True)
+                ]
             lines.append([(f"{other.index}".ljust(_CELL), "title" if own else "dim"), *row])
     else:
         lines += [
