@@ -344,6 +344,12 @@ async def test_what_is_wrong_with_a_node_is_not_dim_in_its_dim_row(tmp_path: Pat
         assert styles and not any(style is None or style.dim for style in styles)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_the_cursor_has_a_background(name: str) -> None:
+    cursor = themes.load_all({})[0][name].styles["cursor"]
+    assert cursor.reverse or cursor.bgcolor is not None
+
+
 async def test_the_high_contrast_theme_underlines_no_blanks_of_own_leases(tmp_path: Path) -> None:
     gpus = [gpu("gpu1", k, "reserved", utilization=50, links={f"GPU-gpu1-{1 - k}": 12}) for k in range(2)]
     nodes = [node("gpu1", gpus), node("gpu2", [gpu("gpu2", 0)])]
