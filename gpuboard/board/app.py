@@ -87,7 +87,7 @@ class BoardApp(CrashHookApp):
         Binding("u", "runs", "Runs", id="app.runs"),
         Binding("P", "processes", "Processes", id="app.processes"),
         Binding("v", "overview", "Overview", id="app.overview"),
-        Binding("w", "watches", "Notify when", id="app.watches"),
+        Binding("w", "watches", "Watches", id="app.watches"),
         Binding("q", "quit", "Quit", id="app.quit"),
         Binding("ctrl+c", "quit", "Quit", id="app.interrupt", show=False),
         Binding("ctrl+p", "command_palette", "Palette", id="app.palette", priority=True),

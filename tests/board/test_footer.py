@@ -10,6 +10,8 @@ from gpuboard.board.screens.help import HelpScreen
 from gpuboard.board.widgets.footer import Footer
 from tests.board import lab
 
+TITLES = {"Leases", "Runs", "Processes", "Overview", "Watches"}
+
 
 async def test_entries_stand_whole_and_help_at_the_right(tmp_path: Path) -> None:
     async with lab.board(lab.make_core(tmp_path), (200, 24)) as (app, pilot):
@@ -27,6 +29,12 @@ async def test_entries_stand_whole_and_help_at_the_right(tmp_path: Path) -> None
             await lab.settle(pilot, lambda: isinstance(app.screen, HelpScreen))
             await pilot.press("escape")
             await lab.settle(pilot, lambda: app.screen is cluster)
+
+
+async def test_screens_have_the_same_names_in_the_footer_as_in_their_titles(tmp_path: Path) -> None:
+    async with lab.board(lab.make_core(tmp_path), (200, 24)) as (app, pilot):
+        footer = app.screen.query_one(Footer)
+        await lab.settle(pilot, lambda: {entry.words for entry in footer.entries} >= TITLES)
 
 
 async def test_remapped_keys_are_shown(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ async def test_nothing_can_be_changed(tmp_path: Path, day: Path) -> None:
                 await lab.settle(pilot, lambda: lab.told(app, "this is a replay: nothing can be reserved, launched"))
                 assert len(app.screen_stack) == 2 + len(screen)
             offered = {one.binding.description for one in app.screen.active_bindings.values()}
-            assert not offered & {"Reserve", "Launch", "Signal", "Release", "Renew", "Stop", "Notify when"}
+            assert not offered & {"Reserve", "Launch", "Signal", "Release", "Renew", "Stop", "Watches"}
             await pilot.press(*["escape"] * len(screen))
             await lab.settle(pilot, lambda: len(app.screen_stack) == 2)
         await pilot.press("question_mark")

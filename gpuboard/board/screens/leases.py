@@ -87,7 +87,7 @@ class LeasesScreen(SortedScreen):
         Binding("s", "sort", "Sort", id="leases.sort", show=False),
         Binding("S", "reverse", "Reverse order", id="leases.reverse", show=False),
         Binding("r", "reserve", "Reserve", id="leases.reserve"),
-        Binding("e", "watch", "Notify when it ends", id="leases.watch", show=False),
+        Binding("e", "watch", "Watch its end", id="leases.watch", show=False),
     ]
 
     def __init__(self) -> None:

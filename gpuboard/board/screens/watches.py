@@ -186,7 +186,7 @@ class WatchDialog(PlannedDialog[Watch]):
             return number(1, request_form.MOST)(text) and "a number, a lease or a run"
 
         super().__init__(
-            "Notify me when",
+            "New watch",
             [
                 Field("what", "Wait for", ends or "1", "free GPUs, or a lease or run", "2", what),
                 Field("model", "Model", "", "part of a name; empty: any", example="H100"),
@@ -303,7 +303,7 @@ class WatchesScreen(FilteredScreen):
         yield Grid(
             (
                 Column("since", "Since", 10),
-                Column("condition", "Notify when", 30, weight=1, least=24),
+                Column("condition", "Condition", 30, weight=1, least=24),
                 Column("state", "State", 30, weight=2, least=16),
             ),
             empty=_EMPTY,
