@@ -7,6 +7,11 @@ from pathlib import Path
 import msgspec
 
 from gpuboard.board.screens.help import HelpScreen
+from gpuboard.board.screens.leases import LeasesScreen
+from gpuboard.board.screens.overview import OverviewScreen
+from gpuboard.board.screens.processes import ProcessesScreen
+from gpuboard.board.screens.runs import RunsScreen
+from gpuboard.board.screens.watches import WatchesScreen
 from gpuboard.board.widgets.footer import Footer
 from tests.board import lab
 
@@ -29,6 +34,18 @@ async def test_entries_stand_whole_and_help_at_the_right(tmp_path: Path) -> None
             await lab.settle(pilot, lambda: isinstance(app.screen, HelpScreen))
             await pilot.press("escape")
             await lab.settle(pilot, lambda: app.screen is cluster)
+
+
+async def test_a_screen_does_not_offer_to_open_itself(tmp_path: Path) -> None:
+    async with lab.board(lab.make_core(tmp_path), (200, 24)) as (app, pilot):
+        for kind in (LeasesScreen, RunsScreen, ProcessesScreen, OverviewScreen, WatchesScreen):
+            app.push_screen(kind())
+            await lab.settle(pilot, lambda kind=kind: isinstance(app.screen, kind) and app.screen.query(Footer))  # type: ignore[misc]
+            footer = app.screen.query_one(Footer)
+            await lab.settle(pilot, lambda footer=footer: footer.entries)  # type: ignore[misc]
+            offered = {entry.words for entry in footer.entries}
+            assert offered & TITLES == TITLES - {kind.TITLE_WORDS}
+            await pilot.press("escape")
 
 
 async def test_screens_have_the_same_names_in_the_footer_as_in_their_titles(tmp_path: Path) -> None:

@@ -67,7 +67,12 @@ class Footer(OnBoard, Widget):
         """Place the keys that fit, the way back first, and help at the right edge."""
         shown: dict[str, tuple[str, str, str, bool]] = {}  # by action; only the first of several keys is shown
         help_entry: tuple[str, str, str, bool] | None = None
-        bindings = [(binding, enabled) for _, binding, enabled, _ in self.screen.active_bindings.values()]
+        own = getattr(self.screen, "TITLE_WORDS", "")  # a screen does not offer to open itself
+        bindings = [
+            (binding, enabled)
+            for _, binding, enabled, _ in self.screen.active_bindings.values()
+            if binding.description != own
+        ]
         for binding, enabled in sorted(bindings, key=lambda one: _rank(one[0])):
             entry = (self.app.get_key_display(binding), binding.description, binding.key, enabled)
             if binding.id == _HELP:
