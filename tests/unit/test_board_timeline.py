@@ -38,22 +38,27 @@ def text(runs: tuple[tuple[str, str], ...]) -> str:
 @pytest.mark.parametrize(
     ("hours", "width", "expected"),
     [
-        (4.9, 40, "12:00   13:00   14:00   15:00   16:00   "),
-        (4.9, 20, "12:00   14:00       "),
-        (23.9, 40, "12:00     18:00     Sun 01    06:00     "),
-        (7 * 24 - 0.1, 40, "         Mon 02     Wed 04     Fri 06   "),
-        (0.4, 40, "12:00    12:15    12:30     12:45       "),
-        (4.9, 3, "   "),
+        (4.9, 40, "now     13:00   14:00   15:00   16:00   "),
+        (4.9, 20, "now     14:00       "),
+        (23.9, 40, "now       18:00     Sun 01    06:00     "),
+        (7 * 24 - 0.1, 40, "now      Mon 02     Wed 04     Fri 06   "),
+        (0.4, 40, "now      12:15    12:30     12:45       "),
+        (4.9, 3, "now"),
     ],
 )
 def test_the_ruler_has_local_times_where_they_are(hours: float, width: int, expected: str) -> None:
     assert ruler(axis([(NOON, NOON + hours * H)], NOON, width)) == expected
 
 
+def test_the_ruler_has_now_in_place_of_labels_that_would_touch_it() -> None:
+    scale = Axis(NOON - 2 * H, NOON + 8 * H, NOON + H / 2, 80)
+    assert ruler(scale) == "10:00   11:00       now 13:00   14:00   15:00   16:00   17:00   18:00   19:00   "
+
+
 def test_a_change_to_summer_time_moves_no_label_off_its_hour() -> None:
     start = at("2026-03-28T18:00")
     labels = ruler(Axis(start, start + 24 * H, start, 80)).split()
-    assert labels == ["18:00", "21:00", "Sun", "29", "03:00", "06:00", "09:00", "12:00", "15:00"]
+    assert labels == ["now", "21:00", "Sun", "29", "03:00", "06:00", "09:00", "12:00", "15:00"]
 
 
 def test_every_lease_ends_on_the_axis_and_little_of_it_is_past() -> None:

@@ -41,17 +41,21 @@ def axis(spans: Iterable[tuple[float, float]], now: float, width: int) -> Axis:
 
 
 def ruler(axis: Axis) -> str:
-    """Return the labels of an axis, each starting at its time: hours, and weekdays at midnight."""
+    """Return the labels of an axis, each starting at its time: now, hours, and weekdays at midnight."""
     step = next((s for s in _STEPS if s * axis.width >= _LABEL * (axis.end - axis.start)), _STEPS[-1])
-    line = ""
+    placed = {axis.at(axis.now): "now"}
     for time in _ticks(axis.start, axis.end, step):
         at = axis.at(time)
         local = datetime.fromtimestamp(time)
         midnight = (local.hour, local.minute) == (0, 0)
         label = f"{local:%d %b}" if step >= 7 * _DAY else f"{local:%a %d}" if midnight else f"{local:%H:%M}"
-        if at + len(label) <= axis.width and (not line or len(line) < at):
-            line = line.ljust(at) + label
-    return line.ljust(axis.width)
+        apart = all(at > other + len(text) or at + len(label) < other for other, text in placed.items())
+        if apart and at + len(label) <= axis.width:
+            placed[at] = label
+    line = ""
+    for at, label in sorted(placed.items()):
+        line = line.ljust(at) + label
+    return line[: axis.width].ljust(axis.width)
 
 
 def bar(axis: Axis, since: float, until: float, role: str, glyphs: Glyphs) -> tuple[tuple[str, str], ...]:
