@@ -84,7 +84,9 @@ def lines_of(frame: str) -> list[str]:
     return [plain(line.encode()).rstrip() for line in re.split(r"\x1b\[\d+;1H", frame)[1:]]
 
 
-@pytest.mark.parametrize("view", [ViewState(), ViewState(group="state"), ViewState(sort="memory", reverse=True)])
+@pytest.mark.parametrize(
+    "view", [ViewState(), ViewState(group="state"), ViewState(sort="memory", reverse=True), ViewState(pane="below")]
+)
 async def test_it_is_what_the_board_draws(tmp_path: Path, view: ViewState) -> None:
     core = one_node(tmp_path)
     preferences.save(core.env, preferences.Preferences(view=view))
@@ -97,7 +99,7 @@ async def test_it_is_what_the_board_draws(tmp_path: Path, view: ViewState) -> No
             drawn = [(early, late) for early, late in zip(frame, shown, strict=True) if early]
             return len(drawn) >= 3 and all(late.startswith(early) for early, late in drawn)
 
-        for size in ((40, 12), (80, 24), (120, 40), (200, 60)):
+        for size in ((40, 12), (80, 24), (80, 40), (120, 40), (200, 60)):
             await pilot.resize_terminal(*size)
             await settle(pilot, partial(same, size))
 

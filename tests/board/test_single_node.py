@@ -198,6 +198,11 @@ async def test_rows_without_reasons_have_that_of_the_cursor_below(tmp_path: Path
         await settle(pilot, lambda: below() == ["7", "GPU 1  carol, 4h55m left: debug the loader"])
         await next_scene(app, pilot, eight(gpus=[gpu("dgx", at) for at in range(8)]))
         assert below() == ["7", "GPU 1  no process, no reservation"]
+        await pilot.resize_terminal(80, 40)
+        await pilot.press("p")
+        await settle(pilot, lambda: " dgx  GPU 1  NVIDIA" in screen(app))
+        assert screen(app).count("no process, no reservation") == 1, "in the pane"
+        await pilot.press("p")
         for size in ((80, 14), (140, 24), (120, 34)):  # too few lines; a column has reasons; each row has its own
             await pilot.resize_terminal(*size)
             await settle(pilot, lambda: "GPU 1  no" not in screen(app))

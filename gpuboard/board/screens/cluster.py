@@ -224,7 +224,7 @@ class ClusterScreen(SortedScreen, ActingScreen):
     def _place_pane(self) -> None:
         place, size = pane_of(self.view, *self.size)
         self.set_class(place == "below", "-below")
-        self._side.display = place != "hidden"
+        self._side.display = self._single_node.explained = place != "hidden"
         self._side.styles.width = size if place == "right" else "1fr"
         self._side.styles.height = size if place == "below" else "1fr"
 

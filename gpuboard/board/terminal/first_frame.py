@@ -97,7 +97,7 @@ def draw(scene: Scene, core: Core, size: tuple[int, int]) -> str:
     lines = [fit_runs(runs_of(Cell(runs), base, look), columns, base, ellipsis=look.glyphs.ellipsis) for runs in top]
     if kept.view.view == "picture" and not kept.view.filter:
         pane, taken = pane_of(kept.view, columns, rows)
-        body = _Body(scene, kept.view, columns - (taken if pane == "right" else 0), base, look)
+        body = _Body(scene, kept.view, columns - (taken if pane == "right" else 0), base, look, explained=taken > 0)
         left = rows - len(top) - _BELOW - (taken if pane == "below" else 0)
         drawn = (body.single_node if len(scene.snapshot.nodes) == 1 else body.picture)(core.history, left)
         lines += body.with_overview(drawn, Gatherer(core.history, core.events), kept.graphs, left)
@@ -118,6 +118,7 @@ class _Body(NamedTuple):
     columns: int
     base: Style
     look: Look
+    explained: bool  # whether the pane will have the reason for the state of the cursor's GPU
 
     def single_node(self, history: History, rows: int) -> list[Styled]:
         """Return the lines of a single node: host, GPUs, processes."""
@@ -141,7 +142,7 @@ class _Body(NamedTuple):
         below = [[(" " * MARK_WIDTH, self.base), *runs] for runs in self._processes(places, width - MARK_WIDTH)]
         size = width - MARK_WIDTH, rows
         reason = single_node.reason_lines(items, None if first is None else first.key, self.scene, size)
-        further = [runs_of(Cell(runs), self.base, self.look) for runs in reason]
+        further = [] if self.explained else [runs_of(Cell(runs), self.base, self.look) for runs in reason]
         lines = [*host, self._titles(titles, widths, width, indent=MARK_WIDTH), *found, *further, *below]
         return [fit_runs(runs, self.columns, self.base, ellipsis="") for runs in lines[:rows]]
 

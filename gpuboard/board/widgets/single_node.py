@@ -61,6 +61,7 @@ class SingleNode(OnBoard, Vertical):
         self.processes = ProcessGrid(text.TITLES, id="node-processes")
         self._host, self._reason = Lines(id="host"), Lines(id="reason")
         self._shown: tuple[Scene, Sequence[Item]] | None = None
+        self.explained = False  # whether the reason for the state of the cursor's GPU stands elsewhere
 
     def compose(self) -> ComposeResult:
         yield self._host
@@ -94,4 +95,5 @@ class SingleNode(OnBoard, Vertical):
         if self._shown is not None:
             scene, items = self._shown
             size = self.size.width - _SCROLL_BAR - MARK_WIDTH, self.size.height
-            self._reason.set_lines(text.reason_lines(with_devices(items), self.grid.cursor, scene, size))
+            lines = text.reason_lines(with_devices(items), self.grid.cursor, scene, size)
+            self._reason.set_lines([] if self.explained else lines)
