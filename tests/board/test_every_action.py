@@ -82,7 +82,8 @@ async def test_every_screen_s_actions_can_be_clicked_and_are_in_the_palette(tmp_
                 await lab.settle(pilot, lambda: app.screen.query_one(Footer).entries)
                 footer = app.screen.query_one(Footer)
                 shown = {entry.words for entry in footer.entries}
-                assert {one.description for one in bindings if one.show} <= shown, opened
+                itself = getattr(app.screen, "TITLE_WORDS", "")  # it does not offer to open itself
+                assert {one.description for one in bindings if one.show} - {itself} <= shown, opened
                 x = next(entry.x for entry in footer.entries if entry.words == title)
                 await pilot.click(footer, offset=(x, 0))
             else:
