@@ -350,6 +350,15 @@ def test_the_cursor_has_a_background(name: str) -> None:
     assert cursor.reverse or cursor.bgcolor is not None
 
 
+async def test_the_cursor_of_the_terminal_theme_colours_no_blanks(tmp_path: Path) -> None:
+    shown = scene(node("gpu1", [gpu("gpu1", 0)]), node("gpu2", [gpu("gpu2", 0)]))
+    async with still(tmp_path, shown, (160, 48), settings=Settings(theme="terminal")) as (app, _):
+        cursor = [one for one in _segments(app) if one.style and one.style.reverse]
+        usual = {one.style.color for one in _segments(app) if one.style and one.text.strip() == "gpu2"}
+        assert [one.text for one in cursor if one.text.strip()]
+        assert {one.style.color for one in cursor if one.style and not one.text.strip()} <= usual
+
+
 async def test_the_high_contrast_theme_underlines_no_blanks_of_own_leases(tmp_path: Path) -> None:
     gpus = [gpu("gpu1", k, "reserved", utilization=50, links={f"GPU-gpu1-{1 - k}": 12}) for k in range(2)]
     nodes = [node("gpu1", gpus), node("gpu2", [gpu("gpu2", 0)])]

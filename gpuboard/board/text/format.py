@@ -41,8 +41,8 @@ def percent(value: float | None) -> str:
 
 
 def flag_mark(flags: Sequence[str]) -> tuple[str, str]:
-    """Return the mark of the worst flag, or a blank, and its role."""
-    return next(((mark, flag_role(flag)) for flag, mark in FLAG_MARKS.items() if flag in flags), (" ", "warn"))
+    """Return the mark of the worst flag and its role; a blank without one where there is no flag."""
+    return next(((mark, flag_role(flag)) for flag, mark in FLAG_MARKS.items() if flag in flags), (" ", ""))
 
 
 def flag_role(flag: str) -> str:

@@ -59,7 +59,7 @@ def first_line(gpu: GpuView, ink: Ink, *, marked: bool) -> Parts:
     """
     letter, state = letter_of(gpu)
     mark, role = flag_mark(gpu.flags)
-    sign = [(letter, state), (ink.look.glyphs.marked if marked and mark == " " else mark, role)]
+    sign = [(letter, state), (ink.look.glyphs.marked, "warn") if marked and mark == " " else (mark, role)]
     free, total = units(gpu)
     if not ink.size.wide:
         return [sign[0], (str(min(free, 9)), state)] if gpu.mig and sign[1][0] == " " else sign
