@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import msgspec
 
-from gpuboard.launch.lint.tree import Function, ScriptTree, argument, constant
+from gpuboard.launch.lint.tree import Function, ScriptTree, argument, constant, unwrapped
 
 Found = Iterator[tuple[int, str]]  # line, what is there
 _Exits = dict[ast.AST | None, int]  # function → its first line that may end it; None: the module
@@ -270,7 +270,7 @@ def _ranks(tree: ScriptTree, *variables: str) -> Callable[[ast.expr | None], boo
         if node is None:
             return False
         scope = tree.function(node)
-        node = _unwrapped(node)
+        node = unwrapped(node)
         name = tree.name(node)
         if name:
             return (scope, name) in ranks or ((None, name) in ranks and not binds(scope, name))
@@ -341,7 +341,7 @@ def _binds(scope: ast.AST | None, name: str) -> bool:
 
 def _from_rank(tree: ScriptTree, value: ast.expr, variables: Sequence[str]) -> bool:
     """Whether an expression is one of ``variables`` of the environment, or the rank in the default process group."""
-    value = _unwrapped(value)
+    value = unwrapped(value)
     if isinstance(value, ast.Subscript):
         return tree.name(value.value) == "os.environ" and constant(value.slice) in variables
     if not isinstance(value, ast.Call):
@@ -350,24 +350,6 @@ def _from_rank(tree: ScriptTree, value: ast.expr, variables: Sequence[str]) -> b
     if name in {"os.environ.get", "os.getenv"} and value.args:
         return constant(value.args[0]) in variables
     return name == "torch.distributed.get_rank" and not value.args and not value.keywords
-
-
-def _unwrapped(node: ast.expr) -> ast.expr:
-    """Return what an expression makes a number or a string of: ``x`` of ``str(int(x))`` and of ``f"{x}"``."""
-    while True:
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in {"str", "int"}
-            and node.args
-        ):
-            node = node.args[0]
-        elif (
-            isinstance(node, ast.JoinedStr) and len(node.values) == 1 and isinstance(node.values[0], ast.FormattedValue)
-        ):
-            node = node.values[0].value
-        else:
-            return node
 
 
 def _collective_before_device(tree: ScriptTree) -> Found:

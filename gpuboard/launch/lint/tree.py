@@ -206,11 +206,19 @@ def _before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
     return []
 
 
-def constant(node: ast.AST | None) -> object:
-    """Return the value of a constant, also as the argument of ``str`` or ``int``; None for other expressions."""
+def unwrapped(node: ast.expr) -> ast.expr:
+    """Return what an expression makes a number or a string of: ``x`` of ``str(int(x))`` and of ``f"{x}"``."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"str", "int"} and node.args:
-        return constant(node.args[0])
-    return node.value if isinstance(node, ast.Constant) else None
+        return unwrapped(node.args[0])
+    if isinstance(node, ast.JoinedStr) and len(node.values) == 1 and isinstance(node.values[0], ast.FormattedValue):
+        return unwrapped(node.values[0].value)
+    return node
+
+
+def constant(node: ast.expr | None) -> object:
+    """Return the value of a constant, also of one that is made a number or a string; None for other expressions."""
+    found = None if node is None else unwrapped(node)
+    return found.value if isinstance(found, ast.Constant) else None
 
 
 def argument(call: ast.Call, name: str, at: int) -> ast.expr | None:
