@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 
+from gpuboard.agent import json_text
 from gpuboard.agent.event_loop import IN, OUT, Loop, poll
 
 MYPY = False
@@ -73,12 +74,9 @@ class AgentChannel:
 
     def send(self, message: "Dict[str, Any]") -> None:
         """Queue one message and write as much as the client accepts; never blocks."""
-        import json  # 10 ms; when the first message is sent the NVML process is already running
-
         if not self._broken:
-            text = json.dumps(message, separators=(",", ":"), ensure_ascii=False)
             # Lone surrogates (file names that are not UTF-8) become `?`: JSON readers may reject them.
-            self._out += ("@" + self.nonce + text + "\n").encode("utf-8", "replace")
+            self._out += ("@" + self.nonce + json_text.compact(message) + "\n").encode("utf-8", "replace")
             self.flush()
 
     def event(self, kind: str, data: "Dict[str, Any]") -> None:
@@ -184,10 +182,8 @@ def take_over() -> AgentChannel:
 
 
 def _decode(line: bytes) -> "Dict[str, Any]":
-    import json  # late: see AgentChannel.send
-
     try:
-        message = json.loads(line.decode("utf-8"))
+        message = json_text.parsed(line.decode("utf-8"))
     except ValueError as error:
         raise BadStream("a line from the client is not JSON: %s" % error)
     if not isinstance(message, dict):
