@@ -31,6 +31,7 @@ COMMAND_LIMIT = 512  # characters of a command line that travel
 _ENVIRON_LIMIT = 8 * 1024 * 1024  # bytes; execve(2) takes 6 MiB at most
 TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_HEX = frozenset("0123456789abcdef")
 _PF_EXITING = 4  # linux/sched.h; set before the files of a process are closed
 _boot_id = ""
 FIRST_PERSON = 1000  # UID_MIN where login.defs does not set it
@@ -178,11 +179,15 @@ def parse_cgroup(text: str) -> "Tuple[Optional[str], Optional[str]]":
 
     Names below user.slice are ignored: users choose them there, and Slurm's jobs are elsewhere.
     """
-    import re  # late: json has loaded it by the time a process is described
-
-    job = re.search(r"^(?!.*/user\.slice/).*?/job_(\d+)(?:/|$)", text, re.MULTILINE)
-    container = re.search(r"(?:^|[/:-])([0-9a-f]{64})(?:\.scope)?(?:/|$)", text, re.MULTILINE)
-    return job.group(1) if job else None, container.group(1)[:12] if container else None
+    job = container = None
+    for line in text.split("\n"):  # without re, whose import takes a tenth of an agent's start
+        for name in line.split("/"):
+            if job is None and name.startswith("job_") and name[4:].isdecimal() and "/user.slice/" not in line:
+                job = name[4:]
+            whole = name[: -len(".scope")] if name.endswith(".scope") else name
+            if container is None and len(whole) >= 64 and _HEX.issuperset(whole[-64:]) and whole[-65:-64] in "-:":
+                container = whole[-64:-52]
+    return job, container
 
 
 def cpu_times(line: str) -> "Optional[Tuple[int, int]]":

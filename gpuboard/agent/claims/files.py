@@ -10,7 +10,6 @@ that descriptor. On a mounted file system even stat(2) may never return.
 import errno
 import fcntl
 import os
-import re
 import stat
 import time
 
@@ -287,16 +286,18 @@ def _mount_id(fd: int) -> "Optional[int]":
     """Return the mount id of a descriptor, None on kernels before 3.15."""
     info = os.open("/proc/self/fdinfo/%d" % fd, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        found = re.search(b"mnt_id:\\s*([0-9]+)", os.read(info, 1024))
+        found = os.read(info, 1024).partition(b"mnt_id:")[2].split()
     finally:
         os.close(info)
-    return int(found.group(1)) if found else None
+    return int(found[0]) if found else None
 
 
 def _mounted(name: str, mount: "Optional[int]") -> "rules.Entry":
     """Return an entry for a name that a file system is mounted on; its owner is the user who mounted it."""
     with open("/proc/self/mountinfo", errors="replace") as file:
         line = next((line for line in file if line.startswith("%s " % mount)), "")
+    import re  # late: only for such a name
+
     user = re.search(r"\buser_id=([0-9]+)", line.partition(" - ")[2])  # FUSE's; only root mounts others
     return rules.Entry(name, int(user.group(1)) if user else 0, 0, 0.0, 0.0, None, "a file system is mounted on it")
 

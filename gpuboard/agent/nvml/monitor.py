@@ -9,10 +9,9 @@ GPU.
 """
 
 import os
-import signal
 import time
 
-from gpuboard.agent.nvml.process import NvmlProcess, spawn
+from gpuboard.agent.nvml.process import SIGKILL, NvmlProcess, spawn
 from gpuboard.agent.nvml.terms import NO_GPU, RATES, XIDS, pause_s
 
 MYPY = False
@@ -373,7 +372,7 @@ class Probe:
 
     def _kill(self, child: NvmlProcess) -> int:
         child.close()
-        os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+        os.kill(child.pid, SIGKILL)  # not reaped yet, so the pid is still its own
         self._killed.add(child.pid)
         self._reap()
         return child.pid
