@@ -6,12 +6,12 @@ own machine the agent is imported from its files.
 
 import marshal
 import sys
-from importlib.machinery import ModuleSpec
 
 MYPY = False
 if MYPY:  # typing costs start-up, and nothing here needs it at run time
+    from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
-    from typing import Dict, List, Optional
+    from typing import Callable, Dict, Optional, Tuple
 
 # The kind of bytecode that this Python executes. importlib.util has the number, too, and takes 4 ms to import.
 _MAGIC_NUMBER = getattr(sys.modules.get("_frozen_importlib_external"), "MAGIC_NUMBER", b"")
@@ -19,24 +19,27 @@ BYTECODE = b"%s %s\n" % (_MAGIC_NUMBER, str(sys.implementation.cache_tag).encode
 
 
 class Finder:
-    """Imports modules from ``sources``: full module name -> source text. Also their loader.
+    """Imports modules from memory. Also their loader.
 
-    ``compiled``: module name -> marshalled code, of BYTECODE's kind, of those that need not be compiled here.
+    ``unpack`` returns full module name -> source text, and is called when one is needed. ``codes``: the same names ->
+    marshalled code, of BYTECODE's kind; b"": that module is compiled here, as all are without ``codes``.
     """
 
-    def __init__(self, sources: "Dict[str, str]", compiled: "Optional[Dict[str, bytes]]" = None) -> None:
-        self._sources = sources
-        self._compiled = compiled or {}
+    def __init__(self, unpack: "Callable[[], Dict[str, str]]", codes: "Optional[Dict[str, bytes]]" = None) -> None:
+        self._unpack = unpack
+        self._unpacked = None  # type: Optional[Dict[str, str]]
+        self._codes = codes or dict.fromkeys(self._sources(), b"")
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "Optional[ModuleSpec]":
         """Return the spec of a module in the bundle, None for any other."""
-        if name not in self._sources:
+        if name not in self._codes:
             return None
-        spec = ModuleSpec(name, self, origin=self._file(name), is_package=self.is_package(name))  # type: ignore[arg-type]
+        kind = type(sys.__spec__)  # ModuleSpec; importlib.machinery takes 1 ms to import
+        spec = kind(name, self, origin=self._file(name), is_package=self.is_package(name))  # type: ignore[arg-type]
         spec.has_location = True  # sets __file__, so that traceback finds the source by get_source
         return spec
 
-    def create_module(self, spec: ModuleSpec) -> None:
+    def create_module(self, spec: "ModuleSpec") -> None:
         """Let the import system create the module."""
 
     def exec_module(self, module: "ModuleType") -> None:
@@ -45,41 +48,46 @@ class Finder:
 
     def get_code(self, name: str) -> "CodeType":
         """Return a module's code."""
-        if name in self._compiled:
-            code = marshal.loads(self._compiled.pop(name))  # type: CodeType  # a module is imported once
+        marshalled, self._codes[name] = self._codes[name], b""  # a module is imported once
+        if marshalled:
+            code = marshal.loads(marshalled)  # type: CodeType
         else:
-            code = compile(self._sources[name], self._file(name), "exec", dont_inherit=True)
+            code = compile(self._sources()[name], self._file(name), "exec", dont_inherit=True)
         return code
 
     def get_source(self, name: str) -> str:
         """Return a module's source text. Raises ImportError if it is not in the bundle."""
         try:
-            return self._sources[name]
+            return self._sources()[name]
         except KeyError:
             raise ImportError("%s is not in the bundle" % name, name=name)
 
     def is_package(self, name: str) -> bool:
         """Return whether ``name`` contains other modules of the bundle."""
-        return any(other.startswith(name + ".") for other in self._sources)
+        return any(other.startswith(name + ".") for other in self._codes)
+
+    def _sources(self) -> "Dict[str, str]":
+        if self._unpacked is None:
+            self._unpacked = self._unpack()
+        return self._unpacked
 
     def _file(self, name: str) -> str:
         return "<bundle>/%s%s" % (name.replace(".", "/"), "/__init__.py" if self.is_package(name) else ".py")
 
 
-def packed(sources: "Dict[str, str]", names: "List[str]") -> bytes:
-    """Return what ``run`` takes as ``code``: the modules ``names`` of ``sources``, compiled by this Python."""
-    finder = Finder(sources)
-    return BYTECODE + marshal.dumps({name: marshal.dumps(finder.get_code(name)) for name in names})
+def packed(sources: "Dict[str, str]", later: "Tuple[str, ...]" = ()) -> bytes:
+    """Return a Finder's codes as bytes, compiled by this Python; b"" for names that begin as in ``later``."""
+    finder = Finder(lambda: sources)
+    codes = {name: b"" if name.startswith(later) else marshal.dumps(finder.get_code(name)) for name in sources}
+    return BYTECODE + marshal.dumps(codes)
 
 
-def run(parts: "List[str]", code: bytes = b"") -> None:
-    """Make the modules in ``parts`` (name, source, name, source, …) importable and run the agent.
+def run(unpack: "Callable[[], Dict[str, str]]", codes: "Dict[str, bytes]") -> None:
+    """Make the modules of a bundle importable (see Finder) and run the agent.
 
-    ``code`` (``packed``) is used where it was compiled by the same version of Python: that saves a node half of the
-    CPU time of an agent's start.
+    ``codes``: of the same version of Python, else empty. They save a node half of the CPU time of an agent's start.
     """
-    compiled = marshal.loads(code[len(BYTECODE) :]) if code.startswith(BYTECODE) else None
-    sys.meta_path.insert(0, Finder({parts[i]: parts[i + 1] for i in range(0, len(parts), 2)}, compiled))
+    sys.meta_path.insert(0, Finder(unpack, codes))
     from gpuboard.agent.main import main  # late: imported from the bundle
 
     main()

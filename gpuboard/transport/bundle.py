@@ -23,18 +23,22 @@ GUARD = b"exit %d\n" % STDIN_READ
 
 # One line in single quotes without ! $ \ backquote or newline, so that sh, csh and fish parse it alike; statements that
 # Python 2 can compile, so that an old interpreter prints its version. Reads GUARD, 8 digits and that many bytes from
-# fd 0, unbuffered: the rest is for the agent. The current folder must not be on the path (-c puts it there).
+# fd 0, unbuffered: the rest is for the agent. The current folder must not be on the path (-c puts it there). The number
+# of the bytecode that this Python executes is in importlib.util, too, which takes 4 ms to import.
 _LOADER = (
     "import sys;sys.path[:]=[p for p in sys.path if p];"
     'sys.version_info>=(3,6) or sys.exit("gpuboard: python 3.6 or later is needed, this is "+sys.version.split()[0]);'
-    "import os,zlib;"
+    "import os,zlib,marshal;"
     "r=lambda n,b:[b.extend(os.read(0,n-len(b)) or sys.exit(0)) for _ in iter(lambda:len(b)<n,False)] and b;"
     f"h=bytes(r({len(GUARD) + 8},bytearray()));"
     f'h[:{len(GUARD) - 1}]==b"{GUARD.decode().strip()}" and h[{len(GUARD)}:].isdigit() or sys.exit({STDIN_READ});'
-    f"d=zlib.decompress(r(int(h[{len(GUARD)}:]),bytearray()));n=int(d[:8])+8;"
-    'p=d[8:n].decode("utf-8").split(chr(0));'
-    'g={"__name__":"gpuboard.agent.bundle_loader"};'
-    'exec(compile(p[0],"<bundle>/gpuboard/agent/bundle_loader.py","exec"),g);g["run"](p[1:],d[n:])'
+    f"d=bytes(r(int(h[{len(GUARD)}:]),bytearray()));n=int(d[:8])+8;"
+    'c=zlib.decompress(d[8:n]);m=getattr(sys.modules.get("_frozen_importlib_external"),"MAGIC_NUMBER",b"");'
+    'm+=(" %s"%sys.implementation.cache_tag).encode()+bytes([10]);'
+    's=lambda:(lambda p:dict(zip(p[::2],p[1::2])))(zlib.decompress(d[n:]).decode("utf-8").split(chr(0)));'
+    'k=marshal.loads(c[len(m):]) if c.startswith(m) else {};b="gpuboard.agent.bundle_loader";g={"__name__":b};'
+    'exec(marshal.loads(k[b]) if k else compile(s()[b],"<bundle>/gpuboard/agent/bundle_loader.py","exec"),g);'
+    'g["run"](s,k)'
 )
 _NOT_FOR_NODE = ("gpuboard.agent.launch", "gpuboard.agent.runs")  # half of the agent; a node's role is started most
 # Modules of a node's role that its first reading rarely needs; they are not compiled for it.
@@ -57,11 +61,12 @@ def command_line(python: str) -> str:
 
 @functools.cache
 def bundle(role: str) -> bytes:
-    """Return what the loader reads: GUARD, 8 digits, then that many bytes of zlib.
+    """Return what the loader reads: GUARD, 8 digits, then that many bytes.
 
-    Content: 8 digits, that many bytes of text, then code (bundle_loader.packed) or nothing. The text, separated by NUL:
-    the source of gpuboard.agent.bundle_loader, then pairs of module name and source, as ``sources`` returns them.
-    For role ``node`` the modules that it always needs are also compiled, where that can be stored for later processes.
+    These are 8 digits, that many bytes of zlib, and zlib to the end. The first has code (bundle_loader.packed) or
+    nothing, the second the names and sources of all modules (``sources``) in turn, separated by NUL: a node unpacks it
+    only for what it has no code of. For role ``node`` the modules that it always needs are compiled, where that can be
+    stored for later processes.
     """
     kept = KeptBundle("node" if role == "node" else "launch", _files())
     found = kept.load()
@@ -73,14 +78,12 @@ def bundle(role: str) -> bytes:
 
 def _made(role: str, *, compiled: bool) -> bytes:
     modules = sources(role)
-    parts = [_agent_sources()["gpuboard.agent.bundle_loader"], *chain.from_iterable(modules.items())]
+    parts = list(chain.from_iterable(modules.items()))
     if any("\0" in text for text in parts):
         raise ValueError("a module of the agent has a NUL in its source")
-    text = "\0".join(parts).encode()
-    code = b""
-    if compiled:
-        code = bundle_loader.packed(modules, [name for name in modules if not name.startswith(_LATER)])
-    return zlib.compress(b"%08d" % len(text) + text + code)  # level 9 takes three times as long for 1 % less
+    code = bundle_loader.packed(modules, later=_LATER) if compiled else b""
+    packed = zlib.compress(code)  # level 9 takes three times as long for 1 % less
+    return b"%08d" % len(packed) + packed + zlib.compress("\0".join(parts).encode())
 
 
 def _files() -> list[Path]:
@@ -127,6 +130,12 @@ _IMPORT = re.compile(r"^from [\w.]+ import (\w+)\n", re.MULTILINE)
 _NUMBER = re.compile(r"^(NVML_(?!ERROR_)\w+)[ \t]*=[ \t]*(?:0x)?[0-9A-Fa-f]+[ \t]*(?:#.*)?\n", re.MULTILINE)
 _CONSTANT = re.compile(r"NVML_\w+")
 _USED = re.compile(r"pynvml\.(\w+)")
+# What pynvml takes from modules whose import costs a node 7 ms: (module, name in it, another, in place of the import)
+_SPARED = (
+    ("threading", "threading.Lock", "_thread.allocate_lock", "import _thread\n"),
+    ("string", "string.capwords", "_capwords",
+     "def _capwords(text, mark):\n    return mark.join(word.capitalize() for word in text.split(mark))\n"),
+)  # fmt: skip
 
 
 def pynvml_source(users: Iterable[str]) -> str:
@@ -148,7 +157,7 @@ def _pynvml_file() -> Path | None:
 
 
 def reduced(source: str, used: Iterable[str]) -> str:
-    """Return ``source`` without the definitions, numbers and imports that neither ``used`` nor the rest of it names.
+    """Return ``source`` without the definitions, numbers and imports that neither ``used`` nor the rest of it needs.
 
     A definition is kept in any case if its end is not certain, as after a single mark of a string of several lines.
     """
@@ -177,4 +186,9 @@ def reduced(source: str, used: Iterable[str]) -> str:
     whole = "".join(part for at, part in enumerate(parts) if at % 2 == 0 or at in kept)
     constants = used.union(_CONSTANT.findall(_NUMBER.sub("", whole)))
     whole = _NUMBER.sub(lambda number: number[0] if number[1] in constants else "", whole)
-    return _IMPORT.sub(lambda line: line[0] if line[1] in used or whole.count(line[1]) > 1 else "", whole)
+    whole = _IMPORT.sub(lambda line: line[0] if line[1] in used or whole.count(line[1]) > 1 else "", whole)
+    for module, name, spared, instead in _SPARED:
+        line = f"\nimport {module}\n"
+        if line in whole and set(re.findall(rf"\b{module}\.\w+", whole)) == {name}:
+            whole = whole.replace(line, f"\n{instead}").replace(name, spared)
+    return whole

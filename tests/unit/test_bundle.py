@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zlib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -156,58 +157,76 @@ def test_an_interpreter_with_odd_characters_in_its_path_is_quoted(tmp_path: Path
 
 def test_the_source_of_a_module_is_found_in_files_and_in_the_bundle() -> None:
     assert module_source("gpuboard.agent.protocol") == bundle.sources("launch")["gpuboard.agent.protocol"]
-    finder = bundled.Finder({"a": "", "a.b": "x = 1\n"})
+    finder = bundled.Finder(lambda: {"a": "", "a.b": "x = 1\n"})
     assert (finder.get_source("a.b"), finder.is_package("a"), finder.is_package("a.b")) == ("x = 1\n", True, False)
     with pytest.raises(ImportError, match=r"a\.c is not in the bundle"):
         finder.get_source("a.c")
 
 
-def run_main(module: str, code: bytes) -> subprocess.CompletedProcess[str]:
+LOADER = "gpuboard.agent.bundle_loader"
+
+
+def modules(main: str) -> dict[str, str]:
+    """Return the sources of an agent with this gpuboard.agent.main."""
+    loader = bundle.sources("launch")[LOADER]
+    return {"gpuboard": "", "gpuboard.agent": "", LOADER: loader, "gpuboard.agent.main": main}
+
+
+def run_main(main: str, code: bytes) -> subprocess.CompletedProcess[bytes]:
     """Run a bundle with this source of gpuboard.agent.main, and ``code``."""
-    parts = ["gpuboard", "", "gpuboard.agent", "", "gpuboard.agent.main", module]
-    program = (
-        "from gpuboard.agent import bundle_loader; import sys, traceback\n"
-        "del sys.modules['gpuboard'], sys.modules['gpuboard.agent']\n"
-        f"try: bundle_loader.run({parts!r}, {code!r})\n"
-        "except OSError: traceback.print_exc()"
-    )
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    packed, text = zlib.compress(code), "\0".join(chain.from_iterable(modules(main).items())).encode()
+    content = b"%08d" % len(packed) + packed + zlib.compress(text)
+    sent = bundle.GUARD + b"%08d" % len(content) + content
+    return end(["sh", "-c", bundle.command_line(sys.executable)], sent)
 
 
 def test_compiled_modules_are_used_by_the_same_python_alone() -> None:
-    name, source = "gpuboard.agent.main", "def main():\n    print('source')\n"
-    code = bundled.packed({name: source.replace("source", "code")}, [name])
-    assert run_main(source, code).stdout == "code\n"
-    assert run_main(source, b"").stdout == "source\n"
+    source = "def main():\n    print('source')\n"
+    code = bundled.packed(modules(source.replace("source", "code")))
+    assert run_main(source, code).stdout == b"code\n"
+    assert run_main(source, b"").stdout == b"source\n"
     of_another = bundled.BYTECODE.replace(b"cpython-3", b"cpython-4")
     assert of_another != bundled.BYTECODE
-    assert run_main(source, code.replace(bundled.BYTECODE, of_another)).stdout == "source\n"
+    assert run_main(source, code.replace(bundled.BYTECODE, of_another)).stdout == b"source\n"
+
+
+def test_the_source_of_a_module_that_is_not_compiled_is_unpacked() -> None:
+    code = bundled.packed(modules("def main(): print('code')\n"), later=("gpuboard.agent.main",))
+    assert run_main("def main(): print('source')\n", code).stdout == b"source\n"
 
 
 def test_a_bundle_for_a_node_has_compiled_modules_and_still_every_source() -> None:
     length = len(bundle.GUARD) + 8
-    content = zlib.decompress(bundle.bundle("node")[length:])
-    end = 8 + int(content[:8])
-    parts = content[8:end].decode().split("\0")
-    assert dict(zip(parts[1::2], parts[2::2], strict=True)) == bundle.sources("node")
-    assert content[end:].startswith(bundled.BYTECODE)
-    compiled = marshal.loads(content[end + len(bundled.BYTECODE) :])
-    assert (
-        {"pynvml", "gpuboard.agent.node", "gpuboard.agent.nvml.reader"}
-        <= compiled.keys()
-        < bundle.sources("node").keys()
-    )
-    launch = zlib.decompress(bundle.bundle("launch")[length:])
-    assert len(launch) == 8 + int(launch[:8])
+
+    def content(role: str) -> tuple[bytes, dict[str, str]]:
+        data = bundle.bundle(role)[length:]
+        middle = 8 + int(data[:8])
+        parts = zlib.decompress(data[middle:]).decode().split("\0")
+        return zlib.decompress(data[8:middle]), dict(zip(parts[::2], parts[1::2], strict=True))
+
+    code, sources = content("node")
+    assert sources == bundle.sources("node")
+    assert code.startswith(bundled.BYTECODE)
+    codes = marshal.loads(code[len(bundled.BYTECODE) :])
+    assert codes.keys() == sources.keys()
+    compiled = {name for name, marshalled in codes.items() if marshalled}
+    assert {"pynvml", "gpuboard.agent.node", "gpuboard.agent.nvml.reader"} <= compiled < sources.keys()
+    assert content("launch") == (b"", bundle.sources("launch"))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_traceback_out_of_the_bundle_shows_the_source_line(compiled: bool) -> None:
-    name, source = "gpuboard.agent.main", "def main():\n    raise OSError('here')\n"
-    code = bundled.packed({name: source}, [name]) if compiled else b""
-    done = run_main(source, code)
-    assert 'File "<bundle>/gpuboard/agent/main.py", line 2, in main' in done.stderr
-    assert "    raise OSError('here')" in done.stderr
+    source = (
+        "def main():\n"
+        "    import traceback\n"
+        "    try:\n"
+        "        raise OSError('here')\n"
+        "    except OSError:\n"
+        "        traceback.print_exc()\n"
+    )
+    done = run_main(source, bundled.packed(modules(source)) if compiled else b"")
+    assert b'File "<bundle>/gpuboard/agent/main.py", line 4, in main' in done.stderr
+    assert b"    raise OSError('here')" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,14 @@ def test_less_than_a_quarter_of_pynvml_is_sent() -> None:
     assert len(bundle.sources("node")["pynvml"]) < Path(pynvml.__file__).stat().st_size / 4
 
 
+def test_modules_that_cost_a_node_time_are_not_imported(sent: tuple[CodeType, ModuleType]) -> None:
+    code, module = sent
+    assert not {"string", "threading"} & set(code.co_names)
+    assert module.NVMLError_Unknown.__name__ == pynvml.NVMLError_Unknown.__name__
+    kept = "import os\nimport string\nA = string.capwords(string.digits)\nimport threading, sys\nB = threading.Lock()\n"
+    assert reduced(kept, ()) == kept
+
+
 SOURCE = '''\
 from ctypes import *
 from ctypes.util import find_library
