@@ -70,6 +70,20 @@ def uuids(readings: Sequence[GpuReading]) -> list[str]:
     return [reading.uuid for reading in readings]
 
 
+def test_a_start_imports_nothing_that_takes_as_long_as_the_rest(script: Path, tmp_path: Path) -> None:
+    write_script(script, [Gpu(processes=(("compute", os.getpid(), GIB),))])
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -X importtime "$@" 2>{tmp_path}/imported\n')
+    python.chmod(0o755)
+    with Agent(script, python=str(python)) as agent:
+        agent.reading()
+        noise = "".join(text["text"] for kind, text in agent.events if kind == "stderr")
+    lines = (tmp_path / "imported").read_text() + noise
+    imported = {line.rpartition("|")[2].strip() for line in lines.splitlines() if line.startswith("import time:")}
+    assert {"gpuboard.agent.nvml.monitor", "pynvml", "_json"} <= imported
+    assert not imported & {"re", "enum", "json", "signal", "string", "threading", "importlib.machinery"}
+
+
 @pytest.mark.parametrize("python", [None, "/usr/bin/python3", old_python() or "none"])
 def test_equals_what_nvidia_ml_py_reads(script: Path, python: str | None) -> None:
     if python is not None and not Path(python).exists():
