@@ -46,7 +46,6 @@ _SAMPLES_S = 2.0  # older samples of processes are not "now"
 _SAMPLES_SHARE = 0.005  # of a core, at most, for those of all GPUs
 _SAMPLES_LATEST_S = 5.0  # between two calls for those of one GPU, however long they take
 _MIG_S = 5.0  # between two questions for the MIG mode of a GPU that has shown no sign of it
-_RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 
 
 def serve(fd_in: int, fd_out: int, mark: "Any", skip: "Set[int]", only: "Optional[int]") -> None:
@@ -589,7 +588,7 @@ def _sm_percents(handle: "Any") -> "Dict[int, int]":
 
 
 def _recovery(handle: "Any") -> "Optional[str]":
-    values = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [_RECOVERY_FIELD])
+    values = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
     if values is None or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return None
     return terms.recovery(int(values[0].value.uiVal))
