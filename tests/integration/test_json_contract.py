@@ -19,7 +19,11 @@ LEASE = "id owner uid host gpus from until holder purpose job flags"
 NODE = "name state scheduler_state error age_s source driver cuda cpu_percent memory_used memory_total gpus"
 GPU = (
     "index uuid name pci_bus_id state reason flags memory_used memory_total utilization temperature power power_limit "
-    "processes leases jobs mig"
+    "processes leases jobs mig sensors"
+)
+SENSORS = (
+    "performance_state sm_clock sm_clock_max memory_clock fan encoder decoder sm_activity sm_occupancy tensor_activity "
+    "tensor_hmma tensor_imma tensor_dmma dram_activity pcie_sent pcie_received nvlink_sent nvlink_received nvlink_max"
 )
 PROCESS = "pid user command memory type"
 MIG = "uuid profile state reason memory_used memory_total leases"
@@ -55,6 +59,9 @@ def test_status(nodes: Here) -> None:
     check(NODE, *found["nodes"])
     gpus = [gpu for node in found["nodes"] for gpu in node["gpus"]]
     check(GPU, *gpus)
+    sensors = [gpu["sensors"] for gpu in gpus if gpu["sensors"] is not None]
+    check(SENSORS, *sensors)
+    assert set(SENSORS.split()) == sensors[0].keys(), "a new one belongs into this list"
     check(PROCESS, *(process for gpu in gpus for process in gpu["processes"] or ()))
     check(MIG, *(device for gpu in gpus for device in gpu["mig"]))
     assert {gpu["state"] for gpu in gpus} >= {"free", "busy", "reserved", "mig"}
