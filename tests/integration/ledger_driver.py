@@ -15,11 +15,15 @@ from typing import Any
 import msgspec
 
 from gpuboard.cli.context import Context
+from gpuboard.cluster.fleet import Fleet
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper.holder import identify
+from gpuboard.launch.preflight.gpus import gpu_checks
+from gpuboard.launch.rank_map_source import nodes_of
 from gpuboard.leases.ledger import NO_OPTIONS, Ledger, Scope
 from gpuboard.leases.reserve import reserve, terms_of
 from gpuboard.model.request import Request
+from gpuboard.model.snapshot import Snapshot
 
 
 class Stopped(Exception):
@@ -91,6 +95,26 @@ class Driver:
         """Return one as it was allocated."""
         allocation = self.ledger.existing(lease, n)
         return {"lease": allocation.lease, "ranks": allocation.rank_map.ranks}
+
+    def shown(self) -> Any:
+        """Return the GPUs that a snapshot of all nodes shows as held."""
+        nodes = self._snapshot(self.context.fleet(self.scope.nodes)).nodes
+        held = {"reserved", "allocated"}
+        return sorted((node.name, gpu.index) for node in nodes for gpu in node.gpus if gpu.state in held)
+
+    def preflight(self, lease: str) -> Any:
+        """Return preflight's checks of the GPUs of one, as `launch --lease` makes them."""
+        rank_map = self.ledger.existing(lease).rank_map
+        nodes = nodes_of(rank_map, self.scope.nodes)
+        fleet = self.context.fleet_of_run([nodes[entry.name] for entry in rank_map.nodes])
+        return gpu_checks(rank_map, self._snapshot(fleet))
+
+    def _snapshot(self, fleet: Fleet) -> Snapshot:
+        with closing(fleet):
+            fleet.start()
+            fleet.wait_all(fleet.connect_s + 15.0)
+            fleet.freshen()
+            return fleet.snapshot()
 
     def covers(self) -> Any:
         """Return the nodes that are the ledger's."""

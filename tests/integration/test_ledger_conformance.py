@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,28 +21,25 @@ from tests.waiting import read_line, until
 
 pytestmark = pytest.mark.nodes
 DRIVER = Path(__file__).with_name("ledger_driver.py")
+NODES = ("gpu01", "gpu02")
 PER_NODE = 4
+
+
+class Opened(NamedTuple):
+    """A ledger that is ready for use."""
+
+    env: dict[str, str]  # of its users
+    left: Callable[[], bool]  # whether a claim or job is left
+    clear: Callable[[], None]  # removes all; both without the ledger
 
 
 class Lab:
     """One ledger, and users of it on the login node."""
 
-    def __init__(
-        self,
-        host: Host,
-        name: str,
-        env: dict[str, str],
-        stack: ExitStack,
-        *,
-        left: Callable[[], bool],
-        clear: Callable[[], None],
-    ) -> None:
-        """``left``: whether a claim or job is left; ``clear``: remove all; both without the ledger."""
+    def __init__(self, host: Host, name: str, opened: Opened, stack: ExitStack) -> None:
         self._host = host
         self._name = name
-        self._env = env
-        self.left = left
-        self.clear = clear
+        self._env, self.left, self.clear = opened
         self._stack = stack
         self._drivers: dict[str, Running] = {}
 
@@ -82,34 +79,40 @@ def gpus(answer: Any) -> list[tuple[str, int | None]]:
     return sorted((gpu["node"], gpu["index"]) for gpu in answer["lease"]["gpus"])
 
 
-@pytest.fixture(scope="module", params=["claims on the nodes", "Slurm"])
+def open_claims(nodes: Cluster, _: pytest.FixtureRequest) -> Opened:
+    hosts = [nodes[name] for name in NODES]
+
+    def claims() -> list[Path]:
+        return [path for host in hosts for path in host.path("/var/tmp").glob("gpuboard.GPU-*")]
+
+    def remove() -> None:
+        for path in claims():
+            path.unlink(missing_ok=True)
+
+    return Opened({"GPUBOARD_SCHEDULER": "none"}, lambda: bool(claims()), remove)
+
+
+def open_slurm(_: Cluster, request: pytest.FixtureRequest) -> Opened:
+    slurm: SlurmCluster = request.getfixturevalue("started_slurm")
+    slurm.configure(gres=f"Name=gpu Type=h100 File=/dev/nvidia[0-{PER_NODE - 1}]")
+
+    def cancel() -> None:
+        slurm.run(["scancel", "--user=alice"], user="root", check=True)
+
+    return Opened({}, lambda: bool(slurm.jobs()), cancel)
+
+
+OPEN = {"claims on the nodes": open_claims, "Slurm": open_slurm}  # by `Ledger.name`
+
+
+@pytest.fixture(scope="module", params=OPEN)
 def ledger(started_nodes: Cluster, request: pytest.FixtureRequest) -> Iterator[Lab]:
     """A lab for each ledger, with two nodes of four GPUs."""
     started_nodes.reset()
-    login = started_nodes["login1"]
+    for name in NODES:
+        started_nodes[name].script([Gpu() for _ in range(PER_NODE)])
     with ExitStack() as stack:
-        if request.param == "Slurm":
-            slurm: SlurmCluster = request.getfixturevalue("started_slurm")
-            slurm.configure(gres=f"Name=gpu Type=h100 File=/dev/nvidia[0-{PER_NODE - 1}]")
-
-            def cancel() -> None:
-                slurm.run(["scancel", "--user=alice"], user="root", check=True)
-
-            yield Lab(login, request.param, {}, stack, left=lambda: bool(slurm.jobs()), clear=cancel)
-        else:
-            hosts = [started_nodes[name] for name in ("gpu01", "gpu02")]
-            for host in hosts:
-                host.script([Gpu() for _ in range(PER_NODE)])
-
-            def claims() -> list[Path]:
-                return [path for host in hosts for path in host.path("/var/tmp").glob("gpuboard.GPU-*")]
-
-            def remove() -> None:
-                for path in claims():
-                    path.unlink(missing_ok=True)
-
-            env = {"GPUBOARD_SCHEDULER": "none"}
-            yield Lab(login, request.param, env, stack, left=lambda: bool(claims()), clear=remove)
+        yield Lab(started_nodes["login1"], request.param, OPEN[request.param](started_nodes, request), stack)
 
 
 @pytest.fixture
@@ -152,6 +155,18 @@ def test_a_lease_is_found_renewed_used_and_released(lab: Lab) -> None:
     assert (answer["failed"], len(answer["gpus"])) == ({}, 2)
     released(lab, "it is released")
     until(lambda: not lab.ids(), "no lease is listed")
+
+
+def test_the_gpus_of_a_lease_show_as_held_and_preflight_accepts_them(lab: Lab) -> None:
+    made = lab.do("reserve", n=2)
+    held = [[node, index] for node, index in gpus(made)]
+    assert lab.do("shown") == held
+    assert lab.do("shown", user="bob") == held, "to everybody"
+    checks = lab.do("preflight", lease=made["lease"]["id"])
+    assert [check["status"] for check in checks] == ["ok", "ok"], checks
+    lab.do("release", lease=made["lease"]["id"])
+    released(lab, "it is released")
+    until(lambda: not lab.do("shown"), "its GPUs show as held no more")
 
 
 def test_leases_of_others_cannot_be_named_but_by_root(lab: Lab) -> None:
