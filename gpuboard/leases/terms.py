@@ -1,11 +1,11 @@
-"""Shared by all ledgers: the terms of a lease, its rank map file, release without interruption."""
+"""Shared by all ledgers: ids and terms of leases, the rank map file, release without interruption."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +20,13 @@ from gpuboard.model.units import format_duration, parse_duration
 if TYPE_CHECKING:
     from gpuboard.config import Settings
     from gpuboard.model.request import ChosenGpu
+
+
+# Ids are read aloud and typed: without 0 o 1 l i u, which look or sound alike.
+_LETTERS = "abcdefghjkmnpqrstvwxyz"
+_SIGNS = _LETTERS + "23456789"
+_ID_LENGTH = 6  # 5e8 ids
+LONGEST_S = 366 * 86400.0  # the longest claim that agents accept (agent/claims/rules.py)
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -37,6 +44,16 @@ def duration(for_s: float | None, settings: Settings) -> float:
     if for_s is not None and for_s > limit_s:
         raise UsageError(f"--for {format_duration(for_s)} exceeds max_lease = {settings.max_lease} of the config")
     return limit_s if for_s is None else for_s
+
+
+def new_id(used: Collection[str] = ()) -> str:
+    """Return a random lease id of six unambiguous characters, the first a letter."""
+    while True:
+        dice = os.urandom(_ID_LENGTH * 2)
+        numbers = [int.from_bytes(dice[i : i + 2], "big") for i in range(0, len(dice), 2)]
+        lease = _LETTERS[numbers[0] % len(_LETTERS)] + "".join(_SIGNS[n % len(_SIGNS)] for n in numbers[1:])
+        if lease not in used:
+            return lease
 
 
 def rank_map_file(env: Mapping[str, str], lease: str) -> str:

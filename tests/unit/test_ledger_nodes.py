@@ -18,6 +18,7 @@ from gpuboard.errors import GpuboardError, NoSuchLease
 from gpuboard.keeper.holder import identify
 from gpuboard.leases.claims import client as ledger
 from gpuboard.leases.picks import parse_picks
+from gpuboard.leases.terms import LONGEST_S, new_id
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder, gpus_text
 from gpuboard.model.reading import Claim, ClaimHolder
 from gpuboard.model.replies import Detail, decode
@@ -204,7 +205,7 @@ def test_a_conflict_without_details() -> None:
 
 
 def test_ids_are_short_new_and_unambiguous() -> None:
-    ids = {ledger.new_id() for _ in range(2000)}
+    ids = {new_id() for _ in range(2000)}
     assert len(ids) > 1990
     assert {len(lease) for lease in ids} == {6}
     assert not set("".join(ids)) & set("0o1liu")
@@ -260,7 +261,7 @@ def test_what_is_wrong_with_a_lease_is_a_flag(found: dict[str, list[Claim]], fla
 
 @pytest.mark.parametrize(
     ("remaining_s", "until", "left_s"),
-    [(1e300, 1e300, ledger.LONGEST_S), (-1e300, -1e300, 0.0), (1e300, -1e300, ledger.LONGEST_S), (600.0, 1e17, 600.0)],
+    [(1e300, 1e300, LONGEST_S), (-1e300, -1e300, 0.0), (1e300, -1e300, LONGEST_S), (600.0, 1e17, 600.0)],
 )
 def test_times_beyond_all_sense_are_bounded(remaining_s: float, until: float, left_s: float) -> None:
     found = {"gpu01": [claim("k3f9", "GPU-a", gpus=1, remaining_s=remaining_s, until=until)]}

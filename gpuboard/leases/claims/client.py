@@ -16,6 +16,7 @@ import msgspec
 from gpuboard.errors import GpuboardError
 from gpuboard.keeper import holder as processes
 from gpuboard.leases.ledger import UnknownLease, matching, not_yours
+from gpuboard.leases.terms import LONGEST_S, new_id
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.reading import Claim, ClaimHolder
 from gpuboard.model.replies import Ends, ReleasedClaims
@@ -38,17 +39,11 @@ class CallAll(Protocol):
     ) -> Mapping[str, T | CallFailed | LinkLost]: ...
 
 
-# Ids are read aloud and typed: without 0 o 1 l i u, which look or sound alike.
-_LETTERS = "abcdefghjkmnpqrstvwxyz"
-_SIGNS = _LETTERS + "23456789"
-_ID_LENGTH = 6  # 5e8 ids
-
 # A call takes less than 1 s over ssh, and a claim 2 s more while another process holds the folder's lock. A node that
 # does not answer in time is skipped: other nodes may suffice.
 CALL_S = 4.0
 ATTEMPTS = 4
 _NOT_THERE = frozenset({"not-found", "not-yours"})  # no claims of the caller to release
-LONGEST_S = 366 * 86400.0  # the longest claim that agents accept (agent/claims/rules.py)
 # A claim younger than this, of a lease over several nodes, may still be withdrawn: its command is claiming other nodes.
 _WITHDRAWAL_S = 2.0
 
@@ -114,16 +109,6 @@ class NodeFailed(NotClaimed):
     def __init__(self, node: str, kind: str, words: str, left: Collection[str] = ()) -> None:
         super().__init__(node, words, left)
         self.kind = kind
-
-
-def new_id(used: Collection[str] = ()) -> str:
-    """Return a random lease id of six unambiguous characters, the first a letter."""
-    while True:
-        dice = os.urandom(_ID_LENGTH * 2)
-        numbers = [int.from_bytes(dice[i : i + 2], "big") for i in range(0, len(dice), 2)]
-        lease = _LETTERS[numbers[0] % len(_LETTERS)] + "".join(_SIGNS[n % len(_SIGNS)] for n in numbers[1:])
-        if lease not in used:
-            return lease
 
 
 def take(

@@ -22,7 +22,6 @@ from gpuboard.errors import GpuboardError, Interrupted, NeverPossible, NotFree, 
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
 from gpuboard.keeper.holder import identify
-from gpuboard.leases.claims.client import LONGEST_S, new_id
 from gpuboard.leases.ledger import Progress, Scope
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.leases.policy.candidates import check
@@ -34,9 +33,11 @@ from gpuboard.leases.slurm.lease import end, find, forget, known_holder, lease_o
 from gpuboard.leases.slurm.schedule import schedule_of
 from gpuboard.leases.slurm.wait import JobWait
 from gpuboard.leases.terms import (
+    LONGEST_S,
     Terms,
     as_allocated,
     duration,
+    new_id,
     rank_map_file,
     stored_rank_map,
     uninterrupted,

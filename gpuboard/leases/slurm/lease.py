@@ -13,9 +13,8 @@ from gpuboard.agent.proc import user_name
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper.client import KeeperError
 from gpuboard.keeper.holder import alive
-from gpuboard.leases.claims.client import LONGEST_S
 from gpuboard.leases.ledger import UnknownLease, matching
-from gpuboard.leases.terms import remove_rank_map, stored_rank_map
+from gpuboard.leases.terms import LONGEST_S, remove_rank_map, stored_rank_map
 from gpuboard.model.lease import Lease, LeaseGpu, LeaseHolder
 from gpuboard.model.units import iso
 from gpuboard.nodesets import listed

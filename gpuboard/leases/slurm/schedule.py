@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from gpuboard.errors import NoNodeReached
-from gpuboard.leases.claims.client import LONGEST_S
 from gpuboard.leases.slurm.lease import ownership
+from gpuboard.leases.terms import LONGEST_S
 from gpuboard.model.lease import Lease, LeaseGpu
 from gpuboard.model.schedule import Schedule, SchedulerJob
 from gpuboard.model.snapshot import GpuView, MigView, Snapshot
