@@ -83,7 +83,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssh_config: str = "~/.ssh/config"
     known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
     python: str = "python3"  # the nodes' interpreter for the agent
-    ledger: str = "nodes"
+    ledger: str = "nodes"  # the only value; nothing reads it: a node with Slurm is Slurm's, see leases/composite.py
     claims_dir: str = "/var/tmp"
     max_lease: str = "24h"
     scheduler: str = "auto"  # "auto": Slurm where it is installed, else none
