@@ -1,6 +1,6 @@
 """JSON by the functions in C that ``json`` uses, without that module: its ``re`` is a tenth of an agent's start.
 
-Where there are none, or they need more than in CPython 3.6 to 3.14, ``json`` itself is used.
+Where they are missing, or need more than in CPython 3.6 to 3.13, ``json`` itself is used.
 """
 
 MYPY = False

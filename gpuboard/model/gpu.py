@@ -181,7 +181,7 @@ class GpuReading(msgspec.Struct, frozen=True, gc=False):
 
     Fields that change at nearly every reading are also in ``GpuNumbers`` or ``GpuDetails`` of reading.py and in the
     snapshot builder, so that such a change costs no new decision about the GPU's state. All places: "A value of a GPU"
-    in docs/architecture.md.
+    in docs/common-changes.md.
     """
 
     uuid: str
