@@ -23,8 +23,8 @@ GUARD = b"exit %d\n" % STDIN_READ
 
 # One line in single quotes without ! $ \ backquote or newline, so that sh, csh and fish parse it alike; statements that
 # Python 2 can compile, so that an old interpreter prints its version. Reads GUARD, 8 digits and that many bytes from
-# fd 0, unbuffered: the rest is for the agent. The current folder must not be on the path (-c puts it there). The number
-# of the bytecode that this Python executes is in importlib.util, too, which takes 4 ms to import.
+# fd 0, unbuffered: the rest is for the agent. The current folder must not be on the path (-c puts it there). Code of
+# another kind of Python (bundle_loader.BYTECODE) is not used.
 _LOADER = (
     "import sys;sys.path[:]=[p for p in sys.path if p];"
     'sys.version_info>=(3,6) or sys.exit("gpuboard: python 3.6 or later is needed, this is "+sys.version.split()[0]);'

@@ -38,7 +38,7 @@ def test_all_forms_of_an_address_have_one_key() -> None:
     ("name", "shared"),
     [
         ("NVIDIA GB10", True), ("NVIDIA-GB10", True), ("GB10", True), ("Orin (nvgpu)", True), ("NVIDIA Thor", True),
-        ("NVIDIA Tegra Orin (nvgpu)", True), ("Xavier", True),
+        ("NVIDIA Tegra Orin (nvgpu)", True), ("Xavier", True), ("Orin(nvgpu)", True),
         ("NVIDIA GH200 480GB", False), ("NVIDIA GB200", False), ("NVIDIA GB100", False), ("NVIDIA GB300", False),
         ("NVIDIA H100 80GB HBM3", False), ("NVIDIA GeForce RTX 4090", False), ("", False),
     ],

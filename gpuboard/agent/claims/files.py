@@ -294,10 +294,10 @@ def _mount_id(fd: int) -> "Optional[int]":
 
 def _mounted(name: str, mount: "Optional[int]") -> "rules.Entry":
     """Return an entry for a name that a file system is mounted on; its owner is the user who mounted it."""
-    with open("/proc/self/mountinfo", errors="replace") as file:
-        line = next((line for line in file if line.startswith("%s " % mount)), "")
     import re  # late: only for such a name
 
+    with open("/proc/self/mountinfo", errors="replace") as file:
+        line = next((line for line in file if line.startswith("%s " % mount)), "")
     user = re.search(r"\buser_id=([0-9]+)", line.partition(" - ")[2])  # FUSE's; only root mounts others
     return rules.Entry(name, int(user.group(1)) if user else 0, 0, 0.0, 0.0, None, "a file system is mounted on it")
 

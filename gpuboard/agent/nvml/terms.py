@@ -31,7 +31,7 @@ _RECOVERY = {
     7: "system reboot",
 }
 # GPUs of a system on a chip, whose only memory is the host's. Those of Grace (GH200, GB200) have memory of their own.
-_UNIFIED = frozenset(("GB10", "Orin", "Thor", "Xavier", "Tegra", "(nvgpu)"))  # words of their names
+_UNIFIED = frozenset(("GB10", "Orin", "Thor", "Xavier", "Tegra", "nvgpu"))  # words of their names
 _PAUSE_S, _PAUSES = 5.0, 10.0
 NO_DRIVER = "no NVIDIA driver here (libnvidia-ml.so.1 not found)"
 _WORDS = {
@@ -57,7 +57,7 @@ def words(code: int, default: str) -> str:
 
 def shares_memory(name: str) -> bool:
     """Return whether a GPU of this name uses the host's memory, which NVML does not report."""
-    return not _UNIFIED.isdisjoint(name.replace("-", " ").split())
+    return not _UNIFIED.isdisjoint("".join(char if char.isalnum() else " " for char in name).split())
 
 
 def sharing(statics: "List[Dict[str, Any]]") -> "Set[str]":
