@@ -22,7 +22,7 @@ from gpuboard.cli.context import Context
 from gpuboard.cli.options import Parser, add_common
 from gpuboard.cli.stderr import report
 from gpuboard.errors import GpuboardError, Interrupted, Refused, UsageError
-from gpuboard.model.text import quoted
+from gpuboard.model.text import clean, quoted
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # writing; to stdout where the error names no file
 
@@ -102,13 +102,21 @@ def _refuse_as_json(argv: Sequence[str], error: GpuboardError) -> None:
             sys.stdout.flush()
 
 
-def load(name: str) -> CommandModule:
-    """Import the module of one command. Raises UsageError with the nearest name for an unknown command."""
+def load(name: str, argv: Sequence[str] = ()) -> CommandModule:
+    """Import the module of one command. Raises UsageError with a remedy for an unknown one, which ``argv`` has."""
     if name not in COMMANDS:
-        near = meant(name)
-        remedy = f"did you mean `gpuboard {near}`?" if near else f"commands are: {', '.join(COMMANDS)}"
-        raise UsageError(f"{quoted(name)} is not a command; {remedy}")
+        raise UsageError(f"{quoted(name)} is not a command; {_remedy(name, argv)}")
     return cast(CommandModule, importlib.import_module(f"gpuboard.cli.{COMMANDS[name]}.{name}"))
+
+
+def _remedy(name: str, argv: Sequence[str]) -> str:
+    if near := meant(name):
+        return f"did you mean `gpuboard {near}`?"
+    option = argv[argv.index(name) - 1] if name in argv[1:] else ""
+    if option.startswith("--") and "=" not in option:  # then it is the value of an option that only a command takes
+        command = next((word for word in argv if word in COMMANDS), "COMMAND")
+        return f"options follow the command: gpuboard {command} {clean(f'{option} {name}', 80)}"
+    return f"commands are: {', '.join(COMMANDS)}"
 
 
 def parser_of(command: CommandModule) -> Parser:
@@ -130,7 +138,7 @@ def _dispatch(argv: list[str]) -> int:
         elif "--version" in rest or "-V" in rest:
             print(f"gpuboard {__version__}")
             return 0
-    command = load("board" if name is None else name)
+    command = load("board" if name is None else name, argv)
     args = _read(command, rest)
     context = Context(argv)
     context.nodesets = args.nodes or []
