@@ -25,9 +25,10 @@ def _refuse(value: "Any") -> "Any":
 
 
 try:
-    from _json import encode_basestring, make_encoder, make_scanner
+    from _json import encode_basestring, encode_basestring_ascii, make_encoder, make_scanner
 
     _encode = make_encoder(None, _refuse, encode_basestring, None, ":", ",", False, False, True)  # type: Any
+    _encode_file = make_encoder(None, _refuse, encode_basestring_ascii, None, ": ", ", ", True, False, True)  # type: Any
     _scanner = make_scanner  # type: Any
     _scanner(_Rules(int))
 except (ImportError, AttributeError, TypeError):
@@ -44,6 +45,15 @@ def compact(value: "Any") -> str:
 
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     return "".join(_encode(value, 0))
+
+
+def sorted_ascii(value: "Any") -> str:
+    """Return ``value`` as JSON in ASCII with sorted keys: ``{"a": [1, null]}``. Raises TypeError as ``compact``."""
+    if _encode is None:
+        import json  # late: only without its parts
+
+        return json.dumps(value, sort_keys=True)
+    return "".join(_encode_file(value, 0))
 
 
 def parsed(text: str, parse_int: "Callable[[str], Any]" = int) -> "Any":

@@ -116,8 +116,10 @@ def test_version() -> None:
     [
         (("statsu",), "'statsu' is not a command; did you mean `gpuboard status`?"),
         (("zzz",), "'zzz' is not a command; commands are: board, status, ps, record, serve, allocate, "),
-        (("--node", "gpu01", "allocate", "--n", "1"),
-         "'gpu01' is not a command; options follow the command: gpuboard allocate --node gpu01"),
+        (
+            ("--node", "gpu01", "allocate", "--n", "1"),
+            "'gpu01' is not a command; options follow the command: gpuboard allocate --node gpu01",
+        ),
         (("--filter", "idle"), "'idle' is not a command; options follow the command: gpuboard COMMAND --filter idle"),
         (("--nodes=gpu01", "zzz"), "'zzz' is not a command; commands are: board, "),
         (("status", "--jsno"), "--jsno: no such option; did you mean --json?"),

@@ -40,6 +40,8 @@ def result(function: Any, text: str) -> str:
 def test_values_become_the_same_text(value: Any) -> None:
     text = json_text.compact(value)
     assert text == json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    pair = {"b": 1, "a": value}
+    assert json_text.sorted_ascii(pair) == json.dumps(pair, sort_keys=True)
     assert json_text.parsed(text) == value
 
 
@@ -56,6 +58,8 @@ def test_what_cannot_be_read_or_written_is_refused() -> None:
         json_text.parsed("[" * 10**6)
     with pytest.raises(TypeError):
         json_text.compact({"a": {1, 2}})
+    with pytest.raises(TypeError):
+        json_text.sorted_ascii({"a": {1, 2}})
 
 
 def test_neither_json_nor_re_is_imported() -> None:

@@ -97,9 +97,7 @@ def relevant(name: str, sim_prefix: "Optional[str]") -> bool:
 
 def encode(content: "Dict[str, Any]") -> bytes:
     """Return the bytes of a claim file (ASCII JSON, one line)."""
-    import json  # late: readings do without
-
-    return (json.dumps(content, sort_keys=True) + "\n").encode("ascii")
+    return (json_text.sorted_ascii(content) + "\n").encode("ascii")
 
 
 def max_lease(toml: str) -> float:
