@@ -21,7 +21,9 @@ if TYPE_CHECKING:  # importing typing and collections.abc would delay the agent
 
 _LOCAL = ("run", "board", None)  # likely to use the local agent, as `allocate` is; None: `gpuboard` without command
 _BOARD = (None, "board")
-_NEW_MOST = 50_000  # objects before a pass of the cycle collector: imports leave none, and passes cost 30 ms with ssh
+# New objects before a pass of the cycle collector: more than imports and 256 connections create. They leave little to
+# collect, and passes while they are made take 30 ms.
+_NEW_MOST = 200_000
 
 
 def main() -> NoReturn:
