@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -100,26 +101,32 @@ def ssh_transport(settings: Settings) -> Transport:
                 "install it with `pip install 'gpuboard[paramiko]'`, or set transport = \"asyncssh\""
             ) from None
         return ParamikoTransport(settings)
-    with _without_compilers():
-        from gpuboard.transport.ssh.asyncssh import AsyncsshTransport  # 200 ms: only for other machines
+    with _without_extras():
+        from gpuboard.transport.ssh.asyncssh import AsyncsshTransport  # 150 ms: only for other machines
 
     return AsyncsshTransport(settings)
 
 
 @contextlib.contextmanager
-def _without_compilers() -> Iterator[None]:
-    """Have ``ctypes.util.find_library`` ask ldconfig alone, not also a compiler and a linker, for 60 ms in all.
+def _without_extras() -> Iterator[None]:
+    """Let asyncssh be imported without what OpenSSH does not have or does not require, which takes 90 ms.
 
-    asyncssh searches for liboqs and nettle, whose algorithms no server requires.
+    It searches for liboqs and nettle with ldconfig, a compiler and a linker, and reads X.509 certificates if the
+    library for them can be imported.
     """
     import ctypes.util  # late: only with asyncssh, which imports it
 
-    usual = ctypes.util.find_library
-    ctypes.util.find_library = getattr(ctypes.util, "_findSoname_ldconfig", usual)  # not with every C library
+    find_library, x509 = ctypes.util.find_library, "cryptography.x509"
+    ctypes.util.find_library = lambda name: None
+    hidden = x509 not in sys.modules
+    if hidden:
+        sys.modules[x509] = None  # type: ignore[assignment]  # makes the import fail, as if not installed
     try:
         yield
     finally:
-        ctypes.util.find_library = usual
+        ctypes.util.find_library = find_library
+        if hidden:
+            del sys.modules[x509]
 
 
 class LocalTransport:

@@ -60,9 +60,9 @@ def test_local_agent_is_prestarted_only_where_it_will_be_used(tmp_path: Path) ->
     assert not others("allocate")
 
 
-def test_ssh_starts_without_a_compiler_that_looks_for_libraries(tmp_path: Path) -> None:
+def test_ssh_starts_without_libraries_that_no_server_requires(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
-    for name in ("gcc", "cc", "ld"):
+    for name in ("gcc", "cc", "ld", "ldconfig"):
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {ran}\n")
         (tmp_path / name).chmod(0o755)
     code = (
@@ -72,6 +72,9 @@ def test_ssh_starts_without_a_compiler_that_looks_for_libraries(tmp_path: Path) 
         "before = ctypes.util.find_library\n"
         "ssh_transport(Settings()).close()\n"
         "assert ctypes.util.find_library is before\n"
+        "import sys\n"
+        "assert 'asyncssh.crypto.x509' not in sys.modules and 'cryptography.x509' not in sys.modules\n"
+        "import cryptography.x509\n"
     )
     env = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60, cwd=Path(__file__).parents[2])
