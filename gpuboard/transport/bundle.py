@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from importlib import resources
-from importlib.resources.abc import Traversable
 from itertools import chain
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpuboard.agent import bundle_loader
 from gpuboard.transport.bundle_cache import KeptBundle
 from gpuboard.transport.exit_errors import STDIN_READ
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 # Sent first to a shell that is to start a program. A start-up file that reads standard input consumes part of it, which
 # the program detects. A shell that a start-up file starts in the program's place runs it as a command and exits.
@@ -86,12 +87,14 @@ def _made(role: str, *, compiled: bool) -> bytes:
     return b"%08d" % len(packed) + packed + zlib.compress("\0".join(parts).encode())
 
 
-def _files() -> list[Path]:
+def _files() -> list[str]:
     """Return the files that a bundle is made from; none where they are not files, as in a zip archive."""
-    folder, pynvml = resources.files("gpuboard.agent"), _pynvml_file()
-    if not isinstance(folder, Path) or pynvml is None:
+    package, pynvml = os.path.dirname(bundle_loader.__file__), _pynvml_file()
+    if pynvml is None or not os.path.isdir(package):
         return []
-    return [Path(__file__), pynvml, *sorted(folder.rglob("*.py"))]
+    modules = (os.path.join(folder, name) for folder, _, names in os.walk(package) for name in names)
+    makers = (__file__, os.path.join(os.path.dirname(__file__), "pynvml_source.py"))
+    return [*makers, pynvml, *sorted(path for path in modules if path.endswith(".py"))]
 
 
 def sources(role: str) -> dict[str, str]:
@@ -99,12 +102,14 @@ def sources(role: str) -> dict[str, str]:
     found = {"gpuboard": "", **_agent_sources()}  # an empty package: the real one imports more than an agent needs
     if role == "node":
         found = {name: text for name, text in found.items() if not name.startswith(_NOT_FOR_NODE)}
-        found["pynvml"] = pynvml_source(found.values())
+        found["pynvml"] = _pynvml_source(found.values())
     return found
 
 
 @functools.cache
 def _agent_sources() -> dict[str, str]:
+    from importlib import resources  # 5 ms: only where no bundle is kept
+
     found = dict(_sources_in("gpuboard.agent", resources.files("gpuboard.agent")))
     return dict(sorted(found.items()))
 
@@ -118,77 +123,17 @@ def _sources_in(package: str, folder: Traversable) -> Iterator[tuple[str, str]]:
             yield from _sources_in(f"{package}.{entry.name}", entry)
 
 
-# pynvml is a list of some 600 functions and structures at top level, each named after one of NVML's, and of constants.
-_DEFINITION = re.compile(r"^(?:@.*\n(?:#.*\n)*)*(?:def|class) (?:c_)?(nvml\w+)", re.MULTILINE)
-_NAME = re.compile(r"nvml\w+")  # without c_ of the structures: a pattern that begins with a letter is found faster
-_NEXT = re.compile(r"^(?=\S)", re.MULTILINE)
-_STATEMENT = re.compile(r"[A-Za-z_@#]|$")
-_OPEN_DECORATOR = re.compile(r"^@.*(?:\n(?:[\s)#].*)?)*\Z", re.MULTILINE)  # of the definition that follows
-_COMMENT = re.compile(r"^#.*", re.MULTILINE)
-_IMPORT = re.compile(r"^from [\w.]+ import (\w+)\n", re.MULTILINE)
-# pynvml finds its errors by their prefix.
-_NUMBER = re.compile(r"^(NVML_(?!ERROR_)\w+)[ \t]*=[ \t]*(?:0x)?[0-9A-Fa-f]+[ \t]*(?:#.*)?\n", re.MULTILINE)
-_CONSTANT = re.compile(r"NVML_\w+")
-_USED = re.compile(r"pynvml\.(\w+)")
-# What pynvml takes from modules whose import costs a node 7 ms: (module, name in it, another, in place of the import)
-_SPARED = (
-    ("threading", "threading.Lock", "_thread.allocate_lock", "import _thread\n"),
-    ("string", "string.capwords", "_capwords",
-     "def _capwords(text, mark):\n    return mark.join(word.capitalize() for word in text.split(mark))\n"),
-)  # fmt: skip
-
-
-def pynvml_source(users: Iterable[str]) -> str:
-    """Return pynvml's source for modules with the sources ``users``, without what they do not use: a fifth of it.
-
-    Compiling all of it takes a node 60 ms of CPU, a third of an agent's start, and 18 MB (5 MB for this part).
-    Raises FileNotFoundError where pynvml is not installed.
-    """
+def _pynvml_source(users: Iterable[str]) -> str:
+    """Return what modules with the sources ``users`` need of pynvml. Raises FileNotFoundError where it is missing."""
     file = _pynvml_file()
     if file is None:
         raise FileNotFoundError("pynvml is not installed here; install nvidia-ml-py")
-    used = {name for text in users for name in _USED.findall(text)}
-    return reduced(file.read_text(encoding="utf-8"), used)
+    from gpuboard.transport.pynvml_source import used_part  # 3 ms: only where no bundle is kept
+
+    with open(file, encoding="utf-8") as source:
+        return used_part(source.read(), users)
 
 
-def _pynvml_file() -> Path | None:
+def _pynvml_file() -> str | None:
     spec = importlib.util.find_spec("pynvml")  # finds it without importing it
-    return None if spec is None or spec.origin is None else Path(spec.origin)
-
-
-def reduced(source: str, used: Iterable[str]) -> str:
-    """Return ``source`` without the definitions, numbers and imports that neither ``used`` nor the rest of it needs.
-
-    A definition is kept in any case if its end is not certain, as after a single mark of a string of several lines.
-    """
-    used = set(used)
-    found = list(_DEFINITION.finditer(source))
-    starts = [*(match.start() for match in found), len(source)]
-    parts = [source[: starts[0]]]  # in the order of the source; every second one is a definition
-    places: defaultdict[str, list[int]] = defaultdict(list)  # name -> its definitions in parts
-    for match, after in zip(found, starts[1:], strict=True):
-        text = source[match.start() : after]
-        following = _NEXT.search(text, match.end() - match.start())
-        end = following.start() if following else len(text)
-        certain = _STATEMENT.match(text, end) and not any(text.count(mark, 0, end) % 2 for mark in ('"""', "'''"))
-        if not certain or _OPEN_DECORATOR.search(parts[-1]):
-            parts[-1] += text
-        else:
-            places[match[1]].append(len(parts))
-            parts += [text[:end], text[end:]]
-    kept: set[int] = set()
-    between = _COMMENT.sub("", "".join(parts[::2]))
-    names = [*(name.removeprefix("c_") for name in used), *_NAME.findall(between)]
-    while names:
-        for place in places.pop(names.pop(), ()):
-            kept.add(place)
-            names += _NAME.findall(parts[place])
-    whole = "".join(part for at, part in enumerate(parts) if at % 2 == 0 or at in kept)
-    constants = used.union(_CONSTANT.findall(_NUMBER.sub("", whole)))
-    whole = _NUMBER.sub(lambda number: number[0] if number[1] in constants else "", whole)
-    whole = _IMPORT.sub(lambda line: line[0] if line[1] in used or whole.count(line[1]) > 1 else "", whole)
-    for module, name, spared, instead in _SPARED:
-        line = f"\nimport {module}\n"
-        if line in whole and set(re.findall(rf"\b{module}\.\w+", whole)) == {name}:
-            whole = whole.replace(line, f"\n{instead}").replace(name, spared)
-    return whole
+    return None if spec is None else spec.origin

@@ -8,7 +8,6 @@ import sys
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 
 import msgspec
 
@@ -28,7 +27,7 @@ class _Kept(msgspec.Struct):
 class KeptBundle:
     """The file of one bundle in the user's cache folder. Nothing here raises: without it the bundle is made again."""
 
-    def __init__(self, name: str, sources: Sequence[Path]) -> None:
+    def __init__(self, name: str, sources: Sequence[str | os.PathLike[str]]) -> None:
         """``sources``: the files that it is made from; none: nothing is kept."""
         self._sources = sources
         self._path = paths.cache_dir(os.environ) / f"bundle-{name}-{sys.implementation.cache_tag}"
@@ -62,12 +61,11 @@ class KeptBundle:
     def _made_from(self) -> bytes:
         """The kind of bytecode, then path, times of change and size of each source; b"" where a bundle is not kept."""
         try:
-            facts = [(path, path.stat()) for path in self._sources]
+            facts = [(os.fsencode(path), os.stat(path)) for path in self._sources]
         except OSError:
             return b""
         # An installer may set the times of files to a fixed value, but not when their inodes were changed.
         lines = (
-            b"%b %d %d %d\n" % (bytes(path), status.st_mtime_ns, status.st_ctime_ns, status.st_size)
-            for path, status in facts
+            b"%b %d %d %d\n" % (path, status.st_mtime_ns, status.st_ctime_ns, status.st_size) for path, status in facts
         )
         return BYTECODE + b"".join(lines) if facts else b""

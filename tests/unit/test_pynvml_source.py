@@ -12,7 +12,7 @@ import pynvml
 import pytest
 
 from gpuboard.transport import bundle
-from gpuboard.transport.bundle import reduced
+from gpuboard.transport.pynvml_source import reduced
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
