@@ -18,7 +18,7 @@ from asyncssh.config import SSHClientConfig
 
 from gpuboard.transport.base import TransportError
 from gpuboard.transport.command import run
-from gpuboard.transport.ssh.asyncssh_config import HostConfig
+from gpuboard.transport.ssh.asyncssh_config import Blocks, HostConfig
 from gpuboard.transport.ssh.paramiko_login import OwnConfig
 from gpuboard.transport.ssh.resolve import Resolver, jump_chain, local_user, split
 from tests.calls import calls_of
@@ -59,7 +59,8 @@ def test_includes_are_read_as_ssh_reads_them(folder: Path, name: str) -> None:
     assert found.options["username"] == said["user"]
     assert found.options.get("keepalive_interval", 0) == int(said["serveraliveinterval"])
     if host == "gpu01":
-        assert (found.name, found.files) == ("gpu01", [str(folder / "config")])  # asyncssh reads the rest itself
+        with found.configuration() as more:  # asyncssh takes the rest from it
+            assert (found.name, more["options"].config.get("Hostname")) == ("gpu01", "10.0.0.1")
         assert (found.key_name, found.user) == ("gpu01", user or "u1")
         keys = Resolver(str(folder / "config")).get(name).all("identityfile")
         assert keys == ["/keys/10.0.0.1"]
@@ -88,7 +89,9 @@ def test_files_that_asyncssh_cannot_read_are_not_given_to_it(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="Invalid ServerAliveInterval integer value: 1m"):
         SSHClientConfig.load(None, [str(config)], False, False, False, "me", (), "gpu", ())
     found = HostConfig(str(config), ["/none"]).host("gpu")
-    assert (found.name, found.files, found.user, found.key_name) == ("10.0.0.9", [], "y", "other")
+    with found.configuration() as more:
+        assert more == {"config": None}
+    assert (found.name, found.user, found.key_name) == ("10.0.0.9", "y", "other")
     assert found.options["keepalive_interval"] == 60
     assert found.options["host_key_alias"] == "other"
 
@@ -110,7 +113,8 @@ def test_keys_agent_and_addresses_are_those_of_an_included_file(tmp_path: Path) 
     found = {}
     for name in ("gpu", "off", "elsewhere"):
         host = hosts.host(name)
-        options = SSHClientConnectionOptions(config=host.files or None, **host.options)
+        with host.configuration() as more:
+            options = SSHClientConnectionOptions(**more, **host.options)
         agent = options.agent_path if "agent_path" in host.options else None
         found[name] = (agent, options.agent_identities, options.family, options.local_addr)
     assert found == {
@@ -118,6 +122,76 @@ def test_keys_agent_and_addresses_are_those_of_an_included_file(tmp_path: Path) 
         "off": ("", [b""], socket.AF_UNSPEC, None),
         "elsewhere": (None, None, socket.AF_UNSPEC, None),
     }
+
+
+BLOCKS = """\
+User first
+Include {folder}/shared/*.conf
+Host gpu01 gpu02
+  Port 1001
+Host=GPU03
+  Port 1003
+Host gpu0*,!gpu04
+  Compression yes
+Host "gpu04" # the old one
+  Port 1004
+  Include {folder}/more
+Host !gpu05 gpu*
+  ConnectTimeout 7
+	HOST   gpu05  10.0.0.5 fe80::5
+  Port 1005
+  HostName %h.example
+Match host gpu06
+  Port 1006
+Host *
+  Port 1999
+  ServerAliveInterval 9
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["gpu01", "gpu02", "GPU03", "gpu03", "gpu04", "gpu05", "10.0.0.5", "gpu06", "fe80::5", "x"]
+)
+def test_a_host_has_the_same_options_by_the_blocks_that_concern_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "one.conf").write_text("TCPKeepAlive no\nHost gpu02\n  User second\nHost x\n  Port 1\n")
+    (tmp_path / "more").write_text("Host gpu04\n  BindAddress 10.0.0.4\nHost gpu01\n  BindAddress 10.0.0.1\n")
+    config = tmp_path / "config"
+    config.write_text(BLOCKS.format(folder=tmp_path) + "".join(f"Host other{n}\n  Port {n}\n" for n in range(1, 200)))
+    whole = SSHClientConfig.load(None, [str(config)], False, False, False, "me", (), name, ())
+    with Blocks([str(config)]).of(name).files() as files:
+        text = "".join(Path(file).read_text() for file in files)
+        found = SSHClientConfig.load(None, files, False, False, False, "me", (), name, ())
+    assert found.get_options(reload=False) == whole.get_options(reload=False)
+    assert "Host other" not in text
+    assert len(text.splitlines()) < 40
+
+
+@pytest.mark.parametrize("line", ["Match final host gpu01.lab", "CanonicalizeHostname yes"])
+def test_asyncssh_reads_it_again_where_the_final_name_decides(line: str, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(f"{line}\nUser late\nHost *\n  Port 99\n")
+    with HostConfig(str(tmp_path / "config"), ["/none"]).host("gpu01").configuration() as more:
+        options = SSHClientConnectionOptions(**more, host="gpu01")
+        options.update(host="gpu01.lab", reload=True, canonical=True, final=True)  # as in a connection's start
+    assert (options.port, options.username) == (99, "late")
+
+
+def test_a_configuration_that_changes_is_read_again(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host gpu01\n  Port 1001\n")
+    hosts = HostConfig(str(tmp_path / "config"), ["/none"])
+    assert hosts.host("gpu01").port == 1001
+    (tmp_path / "config").write_text("Host gpu01\n  Port 1002\n")
+    until(lambda: hosts.host("gpu01").port == 1002)
+
+
+def test_an_error_in_a_configuration_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host other\n  Port 1\n\nHost gpu01\n  Port many\n")
+    hosts = HostConfig(str(tmp_path / "config"), ["/none"])
+    with pytest.raises(ValueError, match=f"{tmp_path}/config line 5: Invalid Port integer value: many"):
+        hosts.host("gpu01")
+    assert hosts.host("other").port == 1
+    with pytest.raises(FileNotFoundError):
+        HostConfig(str(tmp_path / "missing"), ["/none"]).host("gpu01")
 
 
 def test_ssh_is_not_run_for_plain_files(tmp_path: Path) -> None:

@@ -157,18 +157,19 @@ class AsyncsshTransport:
         options: dict[str, Any] = dict(host.options)
         options.setdefault("keepalive_interval", _KEEPALIVE_S)
         options.setdefault("keepalive_count_max", _KEEPALIVE_COUNT)
-        connection = await asyncssh.connect(
-            host.name,
-            **options,
-            config=host.files or None,
-            known_hosts=host.known_hosts,
-            tunnel=tunnel,
-            client_factory=lambda: _Client(host, self._connections, deadline),
-            agent_forwarding=False,
-            x11_forwarding=False,
-            connect_timeout=None,  # see _Deadline
-            login_timeout=0,
-        )
+        with host.configuration() as configuration:
+            connection = await asyncssh.connect(
+                host.name,
+                **options,
+                **configuration,
+                known_hosts=host.known_hosts,
+                tunnel=tunnel,
+                client_factory=lambda: _Client(host, self._connections, deadline),
+                agent_forwarding=False,
+                x11_forwarding=False,
+                connect_timeout=None,  # see _Deadline
+                login_timeout=0,
+            )
         self._connections.add(connection)
         return connection
 

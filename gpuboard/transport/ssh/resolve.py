@@ -34,8 +34,8 @@ _USER_CONFIG = "~/.ssh/config"
 _USER_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")  # printed by ssh -G where nothing is set
 _JUMPS_MAX = 8
 _CLOSE_S = 1.0  # a query is killed within 0.05 s
-_DEPTH_MAX = 16  # of Include, as in OpenSSH's readconf.c
-_FILES_MAX = 4096  # in all: files that include one another twice would be read 2^16 times
+DEPTH_MAX = 16  # of Include, as in OpenSSH's readconf.c
+FILES_MAX = 4096  # in all: files that include one another twice would be read 2^16 times
 _CACHED_MAX = 10_000  # hosts in the cache file
 # The keys that are cached, of about a hundred in an answer.
 _KEYS = (
@@ -311,7 +311,7 @@ def jump_chain(name: str, jumps: tuple[str, ...], jumps_of: Callable[[str], tupl
 def _read(file: str, folder: str) -> Iterator[tuple[str, str]]:
     """Yield a configuration file and those it includes, each with its text; ``folder``: base of relative names."""
     waiting = [(file, 0)]
-    for _ in range(_FILES_MAX):
+    for _ in range(FILES_MAX):
         if not waiting:
             return
         path, depth = waiting.pop()
@@ -320,7 +320,7 @@ def _read(file: str, folder: str) -> Iterator[tuple[str, str]]:
         except OSError:
             continue
         yield path, text
-        if depth < _DEPTH_MAX:
+        if depth < DEPTH_MAX:
             waiting += [(inner, depth + 1) for inner in reversed(list(included(text, folder)))]
 
 
