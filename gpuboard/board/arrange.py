@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gpuboard.board.history import is_current
 from gpuboard.board.scene import Place, Scene, without
 from gpuboard.model.gpu import GpuState
-from gpuboard.model.snapshot import GpuView, MigView, NodeView, Tally, tally
+from gpuboard.model.snapshot import GpuView, MigView, NodeView, Tally, has_current_values, tally
 
 VIEWS = ("picture", "table")
 GROUPS = ("none", "node", "model", "user", "state")
@@ -235,7 +234,7 @@ def _memory(place: Place, scene: Scene) -> float | None:
 
 def _age(place: Place, scene: Scene) -> float | None:
     """Return the age of old values, 0 of current ones: which of those is a second older changes all the time."""
-    return 0.0 if is_current(place.node, place.gpu) else age_of(place.node, place.gpu)
+    return 0.0 if has_current_values(place.node, place.gpu) else age_of(place.node, place.gpu)
 
 
 def _user(place: Place, scene: Scene) -> Any:

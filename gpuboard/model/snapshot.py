@@ -15,6 +15,8 @@ from gpuboard.model.late import Late, base_of
 from gpuboard.model.reading import GpuNumbers
 from gpuboard.model.units import format_duration
 
+_DELAY_S = 5.0  # values of a GPU older than this at its node's reading do not count as current
+
 
 class ProcessView(msgspec.Struct, frozen=True, gc=False):
     """A process on a GPU, as shown."""
@@ -169,6 +171,11 @@ class MovedGpus(Late[GpuView]):
         """``numbers``: of each GPU, for those who need no view."""
         self.numbers = numbers
         super().__init__(judged, make)
+
+
+def has_current_values(node: NodeView, gpu: GpuView) -> bool:
+    """Return whether a GPU's values are current: its node is up and NVML answers for this GPU."""
+    return node.state == "up" and gpu.error is None and gpu.delay_s <= _DELAY_S
 
 
 def newest_values(node: NodeView) -> Iterable[tuple[GpuView, GpuValues]]:

@@ -1,7 +1,7 @@
 """The past of GPUs and cluster: the last five minutes, hour and day (docs/board.md, History)."""
 
 from gpuboard.board.history.bins import slices
-from gpuboard.board.history.records import MEMORY, POWER, UTILIZATION, HostSamples, Samples, is_current
+from gpuboard.board.history.records import MEMORY, POWER, UTILIZATION, HostSamples, Samples
 from gpuboard.board.history.rings import DAY, FIVE_MINUTES, HOUR, SPAN_S, SPANS, Cluster, History, Span
 
 __all__ = [
@@ -18,6 +18,5 @@ __all__ = [
     "HostSamples",
     "Samples",
     "Span",
-    "is_current",
     "slices",
 ]

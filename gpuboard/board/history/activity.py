@@ -10,9 +10,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from gpuboard.board.history.records import is_current
 from gpuboard.model.gpu import Sensors
-from gpuboard.model.snapshot import NodeView, judged
+from gpuboard.model.snapshot import NodeView, has_current_values, judged
 
 _GPUS_MOST = 64
 _KEPT = ("sm_activity", "tensor_activity", "pcie_sent", "pcie_received", "nvlink_sent", "nvlink_received")
@@ -62,7 +61,7 @@ class ActivityHistory:
                         past.pop()
                     while past and past[0][0] <= now - self._span_s:
                         past.popleft()
-                    read = sensors if is_current(node, gpu) else None
+                    read = sensors if has_current_values(node, gpu) else None
                     past.append((now, None if read is None else _packed(read)))
 
 

@@ -12,12 +12,11 @@ from math import sqrt
 from operator import itemgetter, methodcaller
 from typing import NamedTuple
 
-from gpuboard.model.snapshot import GpuView, NodeView, judged, newest_values
+from gpuboard.model.snapshot import NodeView, has_current_values, judged, newest_values
 from gpuboard.model.state import AWAITS_SECOND
 
 UTILIZATION, PEAK, MEMORY, TEMPERATURE, POWER, FREE = range(6)  # the planes
 PLANES = 6
-_DELAY_S = 5.0  # values of a GPU older than this at its node's reading do not count as current
 PARTS = 250  # parts (of memory, of free time) are kept in 250ths
 _LOAD_STEPS = 100  # up to 645
 _NET_STEP = 5e5  # bytes per second; up to 32 GB/s
@@ -83,11 +82,6 @@ class Past(NamedTuple):
     columns: dict[str, int]  # by UUID, in the order of the columns
 
 
-def is_current(node: NodeView, gpu: GpuView) -> bool:
-    """Return whether a GPU's values are current: its node is up and NVML answers for this GPU."""
-    return node.state == "up" and gpu.error is None and gpu.delay_s <= _DELAY_S
-
-
 def sample(nodes: Sequence[NodeView], columns: Mapping[str, int], at: float, *, first: bool = False) -> HistoryRecord:
     """Return a record of nodes, which all have ``columns``. Readings are untrusted: they are clamped.
 
@@ -112,7 +106,7 @@ def sample(nodes: Sequence[NodeView], columns: Mapping[str, int], at: float, *, 
                 free[column] = 1 + round(PARTS * sum(one.state == "free" for one in gpu.mig) / len(gpu.mig))
             elif gpu.state != "unknown":
                 free[column] = 1 + PARTS if gpu.state == "free" else 1
-            if not is_current(node, gpu):
+            if not has_current_values(node, gpu):
                 continue
             used, total, watts = new.memory_used, gpu.memory_total, new.power
             if (percent := new.utilization) is not None:

@@ -14,7 +14,7 @@ from textual.containers import Container, VerticalScroll
 from gpuboard.board.arrange import age_of, natural_nodes
 from gpuboard.board.dialogs.signal import running, signal_these
 from gpuboard.board.gpu_actions import ActingScreen, GraphScreen
-from gpuboard.board.history import FIVE_MINUTES, History, Samples, is_current
+from gpuboard.board.history import FIVE_MINUTES, History, Samples
 from gpuboard.board.scene import Place, Scene
 from gpuboard.board.text.detail import gpu as gpu_lines
 from gpuboard.board.text.detail.graphs import GraphFrame, graph_width
@@ -27,7 +27,7 @@ from gpuboard.board.widgets.footer import Footer
 from gpuboard.board.widgets.grid import Grid, Row
 from gpuboard.board.widgets.pane import Pane
 from gpuboard.cluster.snapshot.processes import ended_leases, process_key
-from gpuboard.model.snapshot import judged
+from gpuboard.model.snapshot import has_current_values, judged
 from gpuboard.model.units import format_duration
 
 _PLOT_LINES, _PLOT_LINES_MOST = 3, 10
@@ -60,7 +60,7 @@ class Memory:
     def look(self, scene: Scene, now: float) -> Known:
         """Return what is known with the newest scene; ``now`` is monotonic."""
         place = scene.place(self.uuid)
-        if place is not None and is_current(place.node, place.gpu):
+        if place is not None and has_current_values(place.node, place.gpu):
             self._last, self._at = place, now
             return Known(place, place, None)
         if self._last is None:
