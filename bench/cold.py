@@ -1,11 +1,12 @@
 """`gpuboard status` without open connections, beside `clush true`: time, and nodes reported as unreachable.
 
-    python bench/cold.py [--nodes 8 64 256] [--rounds 3] [--busy 0] [--start-up]
+    python bench/cold.py [--nodes 8 64 256] [--rounds 3] [--busy 0] [--start-up] [--blocks]
 
 One sshd on 127.0.0.1 with an alias and a session for every node. Both ends share this machine, so both are slower
 with more nodes, and status waits for agents that real nodes start on CPUs of their own: the CPU time of the client's
 end, with clush's ssh, is printed too. ``--busy``: processes that use CPU all the time. ``--start-up``: shells of the
-nodes read the user's own start-up file, as real ones do. The two commands alternate.
+nodes read the user's own start-up file, as real ones do. ``--blocks``: a block of ssh_config for every node, as many
+clusters have. The two commands alternate.
 """
 
 from __future__ import annotations
@@ -41,19 +42,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--busy", type=int, default=0, help="processes that use CPU all the time")
     parser.add_argument("--start-up", action="store_true", help="the nodes' shells read your start-up file")
+    parser.add_argument("--blocks", action="store_true", help="ssh_config has a block for every node")
     args = parser.parse_args()
     print(f"load average before: {os.getloadavg()[0]:.1f}; {args.busy} busy processes beside it")
     with busy(args.busy):
         for count in args.nodes:
-            compare(count, args.rounds, start_up=args.start_up)
+            compare(count, args.rounds, start_up=args.start_up, blocks=args.blocks)
 
 
-def compare(count: int, rounds: int, *, start_up: bool) -> None:
+def compare(count: int, rounds: int, *, start_up: bool, blocks: bool) -> None:
     """Run both in turn on ``count`` nodes and print their times."""
     clush = CLUSH or sys.exit("clush (ClusterShell's) is not on PATH")
     names = [f"node{number:03d}" for number in range(1, count + 1)]
     status, beside, missing = Times([], []), Times([], []), list[int]()
-    with tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as path, server(Path(path), names) as sshd:
+    with (
+        tempfile.TemporaryDirectory(prefix="gpuboard-bench-") as path,
+        server(Path(path), names, blocks=blocks) as sshd,
+    ):
         if start_up:  # bash skips the file where SHLVL is set
             keys = sshd.folder / "authorized_keys"
             keys.write_text(keys.read_text().partition('" ')[2])

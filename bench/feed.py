@@ -144,15 +144,19 @@ def verdict(ms: float) -> str:
 
 
 @contextlib.contextmanager
-def server(folder: Path, names: list[str]) -> Iterator[Sshd]:
-    """Run an sshd whose sessions have the tests' NVML library with 8 GPUs, each with two processes."""
+def server(folder: Path, names: list[str], *, blocks: bool = False) -> Iterator[Sshd]:
+    """Run an sshd whose sessions have the tests' NVML library with 8 GPUs, each with two processes.
+
+    ``blocks``: ssh_config has a block for each name, in place of one for all.
+    """
     script = folder / "nvml"
     pids = (os.getpid(), os.getppid())
     gpu = Gpu(used=8 * GIB, utilization=50, processes=tuple(("compute", pid, 4 * GIB) for pid in pids))
     write_script(script, [gpu] * 8)
     sshd = Sshd(folder / "sshd", extra=f"SetEnv LD_LIBRARY_PATH={library()} FAKE_NVML={script}\n")
     try:
-        sshd.host(" ".join(names), KexAlgorithms="curve25519-sha256")
+        for hosts in names if blocks else [" ".join(names)]:
+            sshd.host(hosts, KexAlgorithms="curve25519-sha256")
         yield sshd
     finally:
         sshd.stop()
