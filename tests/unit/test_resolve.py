@@ -176,6 +176,13 @@ def test_asyncssh_reads_it_again_where_the_final_name_decides(line: str, tmp_pat
     assert (options.port, options.username) == (99, "late")
 
 
+def test_without_files_in_memory_asyncssh_reads_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").write_text("Host gpu01\n  Port 1001\n")
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    hosts = HostConfig(str(tmp_path / "config"), ["/none"])
+    assert (hosts.host("gpu01").port, hosts.host("gpu02").port) == (1001, 22)
+
+
 def test_a_configuration_that_changes_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("Host gpu01\n  Port 1001\n")
     hosts = HostConfig(str(tmp_path / "config"), ["/none"])

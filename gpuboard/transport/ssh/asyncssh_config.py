@@ -91,14 +91,16 @@ class ConfigText:
     @contextlib.contextmanager
     def files(self) -> Iterator[Sequence[str]]:
         """Provide the text as a file, whose name is valid within the block."""
-        if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
+        try:
+            number = os.memfd_create("ssh_config")
+        except (AttributeError, OSError):  # macOS; Linux before 3.17
             yield self._files
             return
-        number = os.memfd_create("ssh_config")
         with open(number, "w", encoding="utf-8") as file:
             file.write(self._text)
             file.flush()
-            yield [f"/proc/self/fd/{number}"]
+            name = f"/proc/self/fd/{number}"
+            yield [name] if os.path.exists(name) else self._files
 
 
 class Blocks:
