@@ -143,6 +143,8 @@ Host !gpu05 gpu*
   HostName %h.example
 Match host gpu06
   Port 1006
+# two\u2028Host *\x0cHost *\r\
+  Compression no
 Host *
   Port 1999
   ServerAliveInterval 9

@@ -25,6 +25,7 @@ from gpuboard.transport.ssh import resolve
 
 _CIPHER = "aes128-gcm@openssh.com"  # 0.10 ms of CPU a poll; asyncssh's default takes 0.17
 _BLOCK = re.compile(r"\s*(host|match|include)(?:\s*=|\s)(.*)", re.IGNORECASE)
+_LINE_END = re.compile(r"\r\n?|\n")  # as in a file opened as text; str.splitlines knows more
 _PATTERN = re.compile(r"[^\w.:%@\s-]")  # without it, a Host line has names alone
 _CHECK_S = 1.0  # between two readings of the files
 
@@ -141,7 +142,7 @@ class Blocks:
         names: Sequence[str] = ()
         lines = ["Host *"]
         for_all = True
-        for line in text.splitlines():
+        for line in _LINE_END.split(text):
             found = _BLOCK.match(line)
             if found is None:
                 lines.append(line)
