@@ -112,7 +112,7 @@ def _without_extras() -> Iterator[None]:
     """Let asyncssh be imported without what OpenSSH does not have or does not require, which takes 90 ms.
 
     It searches for liboqs and nettle with ldconfig, a compiler and a linker, and reads X.509 certificates if the
-    library for them can be imported.
+    library for them can be imported. A program that needs those from asyncssh itself imports it before.
     """
     import ctypes.util  # late: only with asyncssh, which imports it
 
