@@ -102,9 +102,9 @@ class Started:
         if self.connection is not None:
             self.connection.close()
             self.connection = None
-        if self.pipe >= 0:
-            os.close(self.pipe)
-            self.pipe = -1
+        pipe, self.pipe = self.pipe, -1  # before it is closed: an interrupted close is repeated
+        if pipe >= 0:
+            os.close(pipe)
 
     def _await(self) -> None:
         output = b""

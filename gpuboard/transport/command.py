@@ -109,8 +109,8 @@ class Command:
         except OSError:
             self._data = b""  # it has closed its stdin: its exit code shows why
         if not self._data:
-            os.close(self._child.stdin)
-            self._child.stdin = -1
+            stdin, self._child.stdin = self._child.stdin, -1
+            os.close(stdin)
 
     def _read(self, fd: int) -> bool:
         try:
@@ -130,11 +130,13 @@ class Command:
         for fd in list(self._open):
             while readable(fd, 0) and self._read(fd):
                 pass
+        self._took_s = time.monotonic() - self._begun
+        # Before they are closed: an interrupt may then leave some open, but none is used or closed again, which would
+        # fail in place of the interrupt, or hit a file that has got the same number.
+        self._ended = True
         for fd in (self._child.stdin, *self._texts, self._pidfd):
             if fd >= 0:
                 os.close(fd)
-        self._took_s = time.monotonic() - self._begun
-        self._ended = True
 
 
 def run(

@@ -10,8 +10,10 @@ import threading
 import time
 from pathlib import Path
 
+from gpuboard.transport import command as module
 from gpuboard.transport.command import Command, run
 from tests.agent import still_there
+from tests.interrupts import interrupted
 from tests.kernel import Under, on_each_kernel
 from tests.waiting import until
 
@@ -61,6 +63,31 @@ def test_it_ends_when_stopped_is_set() -> None:
     begun = time.monotonic()
     assert sh("sleep 600", 60.0, stopped=stopped) == (None, "", "", False, False)
     assert time.monotonic() - begun < 10
+
+
+def test_an_interrupt_at_any_point_is_raised_and_nothing_else() -> None:
+    """What it had closed already was closed again: the error took the place of the interrupt, and a wait went on."""
+
+    def once() -> None:
+        run(["/bin/sh", "-c", "cat; exit 3"], os.environ, 20.0, b"x")
+
+    found = [(at, repr(error)) for at, error in interrupted(module, once) if type(error) is not KeyboardInterrupt]
+    assert found == []
+
+
+def test_a_command_that_was_interrupted_is_waited_for_again() -> None:
+    """At any point: how it ended may be unknown then, but a wait returns and a second one returns the same."""
+    commands: list[Command] = []
+
+    def once() -> None:
+        commands.append(Command(["/bin/sh", "-c", "cat; exit 3"], os.environ, b"x"))
+        commands[-1].wait(20.0)
+
+    for at, _ in interrupted(module, once):
+        ran = commands[-1].wait(20.0) if commands else None
+        assert not commands or ran is not None, at
+        assert not commands or commands[-1].wait(0.0) == ran, at
+        assert ran is None or ran.code in {3, None}, at
 
 
 def test_without_an_exit_code_stderr_decides() -> None:
