@@ -178,6 +178,10 @@ class Recording:
         """Return the number of the last member with a key frame at or before ``moment``, or of the first."""
         return max((n for n, member in enumerate(self._members) if member.key and member.first <= moment), default=0)
 
+    def key_moments(self, first: float, end: float) -> Iterator[float]:
+        """Yield the moments of the key frames from ``first`` on and before ``end``."""
+        return (member.first for member in self._members if member.key and first <= member.first < end)
+
     def lines(self, number: int) -> Iterator[tuple[float, dict[str, Tree]]]:
         """Yield the moments and contents of the lines from a member on. Raises GpuboardError for a damaged file."""
         for member in self._members[number:]:

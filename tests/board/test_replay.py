@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from textual.pilot import Pilot
 
 from gpuboard.agent.nvml.terms import NO_DRIVER
+from gpuboard.board.history import DAY, HOUR
 from gpuboard.board.overview.log import EventFinder
 from gpuboard.board.replay.app import ReplayApp
 from gpuboard.board.replay.core import ReplayCore
@@ -143,6 +145,29 @@ async def test_it_plays_by_itself(tmp_path: Path, day: Path) -> None:
         await lab.settle(pilot, shows(app, "at its end"))
         assert core.history.of("GPU-gpu01-0").utilization
         assert core.events.events == Recording(day).at(BEGIN + HOURS * 3600).events  # also of frames that were skipped
+
+
+@pytest.mark.parametrize("back", [False, True])
+async def test_after_a_jump_the_graphs_have_the_past_before_it(tmp_path: Path, day: Path, back: bool) -> None:
+    async with replay(tmp_path, day) as (_, core, pilot):
+        history = core.history
+        if back:
+            core.control(lambda player: player.seek(BEGIN + 170 * 60))
+            await lab.settle(pilot, lambda: history.newest_at == BEGIN + 170 * 60)
+        at = BEGIN + 100 * 60.0
+        core.control(lambda player: player.seek(at))
+        await lab.settle(pilot, lambda: len(history.of("GPU-gpu01-0", HOUR).times) == 121)
+        minutes = history.of("GPU-gpu01-0")
+        assert (minutes.times[0], minutes.times[-1], len(minutes.times)) == (at - 299, at, 300)
+        assert minutes.utilization == tuple(int(time - BEGIN) // 60 % 60 for time in minutes.times)
+        hour = history.of("GPU-gpu01-0", HOUR)
+        assert hour.times == tuple(at - 30 * number for number in range(120, -1, -1))
+        assert hour.utilization == tuple(int(time - BEGIN) // 60 % 60 for time in hour.times)
+        day_times = history.of("GPU-gpu01-0", DAY).times
+        assert day_times[0] == BEGIN
+        assert day_times[-1] == at
+        assert max(later - time for time, later in pairwise(day_times)) <= 900  # ten minutes were not recorded
+        assert history.means(["GPU-gpu01-0"], 5) == [36.0, 37.0, 38.0, 39.0, 40.0]
 
 
 KINDS = {3599: [], 3600: ["unreachable", "expired"], 7200: ["unreachable", "expired", "back", "lost"]}  # by second

@@ -5,6 +5,7 @@ Kept for all GPUs where there are few, elsewhere for those that were shown last:
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 from collections import deque
@@ -63,6 +64,14 @@ class ActivityHistory:
                         past.popleft()
                     read = sensors if has_current_values(node, gpu) else None
                     past.append((now, None if read is None else _packed(read)))
+
+    def load(self, earlier: ActivityHistory) -> None:
+        """Put the readings of ``earlier`` before those that are kept here."""
+        with self._lock, earlier._lock:
+            for uuid, past in earlier._kept.items():
+                own = self._kept.setdefault(uuid, deque())
+                first, newest = (own[0][0], own[-1][0]) if own else (math.inf, past[-1][0])
+                own.extendleft(one for one in reversed(past) if newest - self._span_s < one[0] < first)
 
 
 def _packed(read: Sensors) -> bytes:

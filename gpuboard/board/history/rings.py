@@ -116,7 +116,7 @@ class History:
             for begin in {_begin(record.at, DAY) for record in hour} - days.keys():
                 if begin + DAY.bucket_s <= now:  # a board ended before this bucket did
                     days[begin] = merged([record for record in hour if _begin(record.at, DAY) == begin], begin)
-            found = [samples]
+            found = [tuple(record for record in samples if record.at > now - FIVE_MINUTES.seconds)]
             for span, records in ((HOUR, hour), (DAY, [days[at] for at in sorted(days)])):
                 found.append(tuple(record for record in records if _oldest(span, now) < record.at <= now))
             self.past = Past(tuple(found), past.columns)
@@ -129,6 +129,11 @@ class History:
         """When the newest sample was taken, in epoch seconds; 0: there is none."""
         samples = self.past.records[0]
         return samples[-1].at if samples else 0.0
+
+    @property
+    def due_at(self) -> float:
+        """From when on ``add`` takes the next sample, in epoch seconds; -inf before the first."""
+        return self._due
 
     def of(self, uuid: str, span: Span = FIVE_MINUTES) -> Samples:
         """Return the samples of a GPU over ``span``, the unfinished bucket included; empty when there are none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 from gpuboard import paths
@@ -13,6 +13,7 @@ from gpuboard.board.core import Core, banners
 from gpuboard.board.dialogs.launch_process import Starter
 from gpuboard.board.operations import Operations
 from gpuboard.board.overview.log import EventLog
+from gpuboard.board.replay.past import past_before
 from gpuboard.board.scene import Scene
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import GpuboardError, UsageError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _PACE_S = 1.0  # the time in the label advances at least this often
 _FASTEST_S = 0.1  # between two scenes
 _GAP_S = 120.0  # a longer pause between two frames is reported
+_PAST_GPUS_MOST = 1024  # 30 ms of CPU a frame; elsewhere the graphs begin with the jump
 WHY_REFUSED = "this is a replay: nothing can be reserved, launched, signalled or watched"
 _NONE = "No events up to this moment."
 _NONE_YET = "No events so far. This recording has no events; they are found while it plays."
@@ -50,6 +52,7 @@ class ReplayCore(Core):
         self._lock = threading.Lock()  # player: the UI's thread and the one that makes scenes
         self._jumps = 0  # of the player, before the newest scene
         self._wake = threading.Event()
+        self._past: Iterator[None] = iter(())  # reads what was before the last jump, while no scene is due
 
     def control(self, change: Callable[[Player], object]) -> None:
         """Change the position, the speed or the pause; a new scene follows at once."""
@@ -75,6 +78,9 @@ class ReplayCore(Core):
             words = label(self.player)
             jumped, self._jumps = self.player.jumps != self._jumps, self.player.jumps
         self._take_events(frame, jumped)
+        if jumped:
+            small = sum(len(node.gpus) for node in frame.snapshot.nodes) <= _PAST_GPUS_MOST
+            self._past = past_before(self.recording, at, self.history) if small else iter(())
         gap = later is not None and later - frame.at > _GAP_S and at - frame.at > _GAP_S / 2
         lines = (f"nothing was recorded for {format_duration(later - frame.at)}",) if gap and later is not None else ()
         found = (*lines, *banners(frame.snapshot, running_s=math.inf))
@@ -111,7 +117,18 @@ class ReplayCore(Core):
                 due_s = self.player.next_s
             pace_s = _PACE_S / min(_PACE_S / _FASTEST_S, self.player.speed)
             wait_s = pace_s if due_s is None else min(pace_s, due_s)
-            self._wake.wait(max(wait_s, _FASTEST_S, time.monotonic() - began))
+            until = time.monotonic() + max(wait_s, _FASTEST_S, time.monotonic() - began)
+            self._read_past(until)
+            self._wake.wait(max(0.0, until - time.monotonic()))
+
+    def _read_past(self, until: float) -> None:
+        """Read on until the next scene is due, half of the time: the keys come first."""
+        began = time.monotonic()
+        for _ in self._past:
+            took_s = time.monotonic() - began
+            if self._wake.wait(min(took_s, until - time.monotonic())) or time.monotonic() >= until:
+                return
+            began = time.monotonic()
 
 
 def label(player: Player) -> str:
