@@ -189,6 +189,15 @@ def test_a_flapping_node_is_listed_a_few_times_and_then_counted() -> None:
     assert damper.listed([ClusterEvent(made.AT, "unreachable", ("gpu07",))], 299 + CALM_S + WINDOW_S) != []
 
 
+def test_a_single_change_that_was_held_back_has_no_count() -> None:
+    damper = Damper()
+    for second in range(MOST):
+        assert damper.listed([ClusterEvent(made.AT, "sick", ("gpu07",), words="hot")], float(second))
+    assert damper.listed([ClusterEvent(made.AT, "sick", ("gpu07",), words="hot")], float(MOST)) == []
+    (last,) = damper.listed([], MOST + WINDOW_S)
+    assert last.words == "hot"
+
+
 def test_a_node_that_goes_on_flapping_is_listed_once_per_window() -> None:
     damper = Damper()
     found = []

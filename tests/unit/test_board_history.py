@@ -33,6 +33,15 @@ def test_samples_come_back_oldest_first() -> None:
     assert history.of("GPU-x") == Samples()
 
 
+def test_earlier_activity_is_put_before_what_is_kept() -> None:
+    earlier, later = History(), History()
+    for history, seconds in ((earlier, range(1000, 1400)), (later, range(1350, 1450))):
+        for at in seconds:
+            history.add(shot(node("n", [one(sensors=Sensors(sm_activity=at % 100))])), float(at))
+    later.activity.load(earlier.activity)
+    assert later.activity.of("GPU-n-0") == tuple((at, Sensors(sm_activity=at % 100)) for at in range(1150, 1450))
+
+
 def test_activity_is_kept_for_all_of_few_gpus_and_of_many_for_those_on_show() -> None:
     few, many = History(), History()
     many.activity.watch("GPU-gpu0001-3")

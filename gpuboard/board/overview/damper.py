@@ -46,8 +46,9 @@ class Damper:
             calm = now - trail.at >= CALM_S
             last_s = now - trail.times[-1] if trail.times else WINDOW_S  # since the last listed one
             if trail.held is not None and (calm or last_s >= WINDOW_S):
-                again = f"{trail.held.words}; {trail.count} changes since the event before".removeprefix("; ")
-                found.append(msgspec.structs.replace(trail.held, words=again))
+                more = f"{trail.count} changes since the event before" if trail.count > 1 else ""
+                words = "; ".join(filter(None, (trail.held.words, more)))
+                found.append(msgspec.structs.replace(trail.held, words=words))
                 trail.times = [*trail.times, now] if calm else [now] * MOST  # while it lasts, one per window
                 trail.held, trail.count = None, 0
             elif trail.held is None and last_s >= WINDOW_S:
