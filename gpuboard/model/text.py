@@ -11,7 +11,10 @@ _DROPPED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _BLANK = frozenset("\t\n\r\v\f")
 
 
-def clean(text: str, limit: int = 512) -> str:
+CLEAN_MOST = 512  # characters
+
+
+def clean(text: str, limit: int = CLEAN_MOST) -> str:
     """Return ``text`` without control, format and bidi characters, at most ``limit`` characters long.
 
     Tabs and line ends become one space; a cut is marked with an ellipsis.

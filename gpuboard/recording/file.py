@@ -27,7 +27,7 @@ from gpuboard.model.text import clean
 from gpuboard.model.units import day_time
 from gpuboard.recording.changes import Tree, applied, difference
 from gpuboard.recording.events import EVENTS_MOST, ClusterEvent, checked
-from gpuboard.recording.frames import Frame, Restorer, cleaned, to_tree
+from gpuboard.recording.frames import Frame, Restorer, cleaned, is_clean, to_tree
 
 FORMAT = "gpuboard recording"
 SCHEMA = 1
@@ -189,7 +189,7 @@ class Recording:
                 for line in self._data(member).splitlines():
                     one = from_json(line)
                     if "format" not in one:
-                        yield convert(one.pop("at"), float), cleaned(one)
+                        yield convert(one.pop("at"), float), one if is_clean(line) else cleaned(one)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error, OSError) as error:
                 raise self.damaged(member.first, error) from error
 

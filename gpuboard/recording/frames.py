@@ -14,7 +14,7 @@ from gpuboard.model.decoding import convert
 from gpuboard.model.late import plain
 from gpuboard.model.lease import Lease, LeaseList
 from gpuboard.model.snapshot import NodeView, SchedulerView, Snapshot
-from gpuboard.model.text import clean, program
+from gpuboard.model.text import CLEAN_MOST, clean, program
 from gpuboard.model.units import iso, seconds_of
 from gpuboard.recording.changes import Tree
 from gpuboard.recording.events import ClusterEvent
@@ -106,6 +106,16 @@ class Restorer:
             view = convert(_ages(tree, at), NodeView)
         self._nodes[name] = (tree, view, at)
         return view
+
+
+def is_clean(line: bytes) -> bool:
+    """Return whether ``cleaned`` would change nothing in a line of JSON: as usual, and found ten times as fast."""
+    return (
+        line.isascii()
+        and b"\\" not in line  # nothing is escaped: text is what is between two quotes
+        and line.decode("ascii").isprintable()
+        and max(map(len, line.split(b'"'))) <= CLEAN_MOST
+    )
 
 
 def cleaned(tree: Tree) -> Tree:

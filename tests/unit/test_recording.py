@@ -23,7 +23,7 @@ from gpuboard.model.units import day_time, iso, seconds_of
 from gpuboard.recording.changes import applied, difference
 from gpuboard.recording.events import EVENTS_MOST, NODES_MAX, ClusterEvent
 from gpuboard.recording.file import Cursor, ForwardClock, Recording, RecordingWriter
-from gpuboard.recording.frames import Frame
+from gpuboard.recording.frames import Frame, cleaned, is_clean
 from gpuboard.recording.player import Player, moment_of
 
 replace = msgspec.structs.replace
@@ -282,6 +282,18 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, long: P
 def test_text_of_a_foreign_recording_is_cleaned(tmp_path: Path) -> None:
     hostile = replace(frame(0), snapshot=replace(frame(0).snapshot, cluster="l\x1b]0;owned\x07ab"))
     assert Recording(recorded(tmp_path / "hostile.gz", [hostile])).at(T0).snapshot.cluster == "l]0;ownedab"
+
+
+TEXT = st.one_of(st.text(), st.sampled_from(["a" * 512, "a" * 513, "\x7f", 'a"b', "\\", "\u202e", "gpu[01-16]: 7 %"]))
+
+
+@given(st.recursive(TEXT, lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner), max_leaves=5))
+def test_what_counts_as_clean_is_not_changed_by_cleaning(tree: Any) -> None:
+    assert not is_clean(msgspec.json.encode(tree)) or cleaned(tree) == tree
+
+
+def test_usual_text_counts_as_clean() -> None:
+    assert is_clean(msgspec.json.encode({"nodes": {"gpu01": {"gpus": [{"model": "NVIDIA A100", "power": 71.0}]}}}))
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0001-01-01T00:00", "9999-12-31T23:59:59-14:00"])
