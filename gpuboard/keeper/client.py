@@ -160,13 +160,16 @@ class Handover:
         """Confirm that the owner has the lease: from now on only its holder determines when it ends.
 
         For a job, the record must show this too, for a keeper that takes over: this method then waits for the record.
-        Raises KeeperError when the keeper has ended or does not answer.
+        Raises KeeperError when the keeper has ended, does not answer or cannot write the record.
         """
         message = {"op": "known", "lease": self._lease}
         try:
             if self._is_job:
-                if _request(self._started, message, self._started.timing.adopt_s) is None:
+                answer = _request(self._started, message, self._started.timing.adopt_s)
+                if answer is None:
                     raise KeeperError(f"the keeper has ended; its log is {self._started.folder}/log")
+                if "error" in answer:
+                    raise KeeperError(f"the keeper did not confirm lease {self._lease}: {answer['error']}")
                 return
             link = self._started.link()
             if link is not None:

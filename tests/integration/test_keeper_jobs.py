@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,15 @@ class Lab:
     def place(self) -> Path:
         """The keeper's folder."""
         return self.folder / "state" / "gpuboard" / "keeper" / runtime_dir.folder_name(self.env)
+
+    @contextlib.contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """Let every write of the lease's record fail: in its place there is a folder."""
+        record = self.place / "k3f9xy.json"
+        record.unlink()
+        record.mkdir()
+        yield
+        record.rmdir()
 
     def kill_keeper(self) -> None:
         """Kill the keeper."""
@@ -227,6 +238,28 @@ def test_confirming_a_lease_fails_when_the_keeper_has_ended(lab: Lab) -> None:
     handed = lab.started()
     lab.kill_keeper()
     with pytest.raises(KeeperError, match="the keeper has ended"):
+        handed.confirm()
+
+
+def test_a_full_disk_while_the_job_is_submitted_leaves_no_job(lab: Lab) -> None:
+    """The command hands the lease over again, which fails too, and leaves the job to the keeper."""
+    handed = lab.hand_over()
+    with lab.full_disk():
+        with pytest.raises(KeeperError, match="Is a directory"):
+            handed.job_started(12, 3600.0)
+        before = lab.heartbeat.stat().st_mtime_ns
+        until(lambda: lab.heartbeat.stat().st_mtime_ns != before, "heartbeats continue")
+        with pytest.raises(KeeperError, match=r"refused the lease: .*: Is a directory"):
+            lab.hand_over(12)
+        handed.abandon()
+        until(lambda: "k3f9xy: released" in lab.log, "the keeper removes it")
+    assert "cancel" in lab.asked()
+
+
+def test_confirming_a_lease_fails_when_its_record_cannot_be_written(lab: Lab) -> None:
+    """A successor would find it unconfirmed, and cancel a job in use."""
+    handed = lab.started()
+    with lab.full_disk(), pytest.raises(KeeperError, match="Is a directory"):
         handed.confirm()
 
 

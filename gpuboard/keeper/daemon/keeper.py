@@ -154,10 +154,11 @@ class Keeper:
                 known.share(record)
             command.reply()  # else this keeper has the lease itself, for as long as processes carry it
             return
-        if known is not None:
-            known.remove("handed over again")
         kept = KeptLease(of_holder(record), self.context, command)
-        kept.rewrite(kept.record)
+        kept.rewrite(kept.record)  # on a full disk the keeper still has what was handed over before
+        if known is not None:
+            log(f"{known.id}: handed over again")
+            known.detach()
         self._keep(kept)
 
     # --- the set of leases

@@ -115,9 +115,11 @@ class KeptLease:
         self._update(self.record.with_run(other))
 
     def _update(self, record: LeaseRecord) -> None:
-        self.rewrite(record)
-        for node in record.nodes:
-            self._nodes.attach(record, node)
+        try:
+            self.rewrite(record)
+        finally:  # on a full disk heartbeats continue
+            for node in record.nodes:
+                self._nodes.attach(record, node)
 
     # --- heartbeats
 
