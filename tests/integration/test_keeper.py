@@ -20,6 +20,7 @@ from gpuboard.keeper import holder, runtime_dir
 from gpuboard.keeper.timing import KeeperTiming
 from tests.calls import calls_of
 from tests.integration.keeper_lab import UUIDS, Lab, lab
+from tests.security.hostile import fuse
 from tests.waiting import read_line, until
 
 __all__ = ["lab"]
@@ -186,6 +187,22 @@ def test_keeper_resumed_late_does_not_renew_an_expired_claim(lab: Lab) -> None:
     keeper.renew("late1", 3600.0, lab.env)  # sends a heartbeat at once instead of after 30 s
     until(lambda: not lab.records())
     assert lab.held() == {"other1"}
+
+
+def test_heartbeats_continue_while_the_file_system_of_the_keepers_folder_hangs(lab: Lab) -> None:
+    args = {"lease": "hang2", "uuids": [UUIDS[0]], "for_s": 3600.0, "nodes": ["n"], "gpus": 1}
+    claims.handle("take", args, claims.Folder(str(lab.claims)))
+    lab.adopt("hang2", timing=KeeperTiming(heartbeat_s=0.2, place_s=0.1, linger_s=0.1))
+    keeper.renew("hang2", 3600.0, lab.env)  # answered when nothing is left to do in the folder
+    claim = lab.claims / f"gpuboard.{UUIDS[0]}.hang2"
+    try:
+        with fuse(str(lab.place), "never answers", uid=0):
+            for _ in range(10):
+                before = claim.stat().st_mtime_ns
+                until(lambda at=before: claim.stat().st_mtime_ns != at, "a heartbeat", 5.0)  # type: ignore[misc]
+    finally:
+        keeper.forget("hang2", lab.env)
+    until(lambda: lab.keeper_pid() is None)
 
 
 def test_lost_lease_is_reported_once(lab: Lab) -> None:

@@ -51,7 +51,7 @@ def write_lease(path: str, uid: int = BOB) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fuse(path: str, kind: str, uid: int = BOB) -> Iterator[None]:
-    """Mount on the file ``path`` what fusermount mounts for ``uid``: a file system without a server.
+    """Mount on the file or folder ``path`` what fusermount mounts for ``uid``: a file system without a server.
 
     ``kind``: "denies" others, as without allow_other; "never answers"; "is gone", its server has ended.
     """
@@ -59,7 +59,8 @@ def fuse(path: str, kind: str, uid: int = BOB) -> Iterator[None]:
         pytest.skip("needs /dev/fuse")
     libc = ctypes.CDLL(None, use_errno=True)
     server = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={server},rootmode=100644,user_id={uid},group_id={uid}"
+    mode = "40755" if os.path.isdir(path) else "100644"
+    options = f"fd={server},rootmode={mode},user_id={uid},group_id={uid}"
     options += "" if kind == "denies" else ",allow_other"
     if libc.mount(b"bobfs", path.encode(), b"fuse", 0, options.encode()):
         os.close(server)

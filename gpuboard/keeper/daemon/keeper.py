@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from contextlib import suppress
 
 from gpuboard.keeper.daemon.calls import NodeAnswer
@@ -25,6 +27,7 @@ class Keeper:
         self.timing = timing
         self.place = place
         self.place_error = ""
+        self.place_watched = False  # by a thread
         self.loop = KeeperLoop()
         self.kept: dict[str, KeptLease] = {}
         self.nodes = Nodes(self.loop, self._touched, timing)
@@ -42,7 +45,8 @@ class Keeper:
                 idle_since = now
             elif now - idle_since >= self.timing.linger_s or not self.place.reachable:
                 return
-            self._ensure_reachable()
+            if not self.place_watched:
+                self._watch_place()
             self.nodes.touch(now)
             for kept in list(self.kept.values()):
                 if kept.due is not None and kept.due <= now:
@@ -52,6 +56,22 @@ class Keeper:
             self.loop.wait(min(dues) - boottime())
 
     # --- lock and socket
+
+    def _watch_place(self) -> None:
+        """Have a thread check folder, lock and socket: their file system may hang, and heartbeats must continue."""
+        lost = self.loop.report(lambda _: self._ensure_reachable())
+
+        def watch() -> None:
+            while True:
+                time.sleep(self.timing.place_s)
+                if not self.place.reachable:
+                    lost(None)
+
+        try:
+            threading.Thread(target=watch, name="place", daemon=True).start()
+            self.place_watched = True
+        except RuntimeError:  # the user's limit of processes: the loop tries again
+            self._ensure_reachable()
 
     def _ensure_reachable(self) -> None:
         """Restore folder, lock and socket if they were removed or replaced.
