@@ -45,6 +45,18 @@ def test_messages_written_while_commands_read_are_not_lost(tmp_path: Path) -> No
     assert shown == wanted
 
 
+def test_a_message_is_added_to_a_damaged_file(tmp_path: Path) -> None:
+    """As after a crash of the home's server: the keeper ended, and with it the heartbeats of all leases."""
+    lost = _lost(str(tmp_path))
+    lost.parent.mkdir(parents=True)
+    lost.write_bytes(b"lease k3f9 expired on gpu\xff1\n")
+    record_loss(str(lost.parent), "lease m2 expired")
+    assert restart_if_needed({"XDG_STATE_HOME": str(tmp_path)}) == [
+        "lease k3f9 expired on gpu\N{REPLACEMENT CHARACTER}1",
+        "lease m2 expired",
+    ]
+
+
 def test_one_of_several_concurrent_commands_shows_a_message(tmp_path: Path) -> None:
     state = str(tmp_path)
     _lost(state).parent.mkdir(parents=True)

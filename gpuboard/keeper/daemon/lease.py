@@ -369,10 +369,10 @@ def of_holder(record: LeaseRecord) -> LeaseRecord:
 def record_loss(folder: str, message: str) -> None:
     """Append a message that the next gpuboard command shows. The file is replaced, as commands remove it to read it."""
     log(message)
-    path, before = f"{folder}/lost", ""
+    path, before = f"{folder}/lost", b""
     try:
-        with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+        with suppress(FileNotFoundError), open(path, "rb") as file:  # not as text: it may be damaged
             before = file.read()
-        write_private(path, f"{before}{message}\n".encode())
+        write_private(path, before + f"{message}\n".encode())
     except OSError as error:
         log(f"lost: {error.strerror}")
