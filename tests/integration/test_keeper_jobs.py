@@ -6,18 +6,28 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gpuboard.config import Settings
 from gpuboard.keeper import client as keeper
 from gpuboard.keeper import runtime_dir
 from gpuboard.keeper.client import Handover, KeeperError, KeptJob, KeptNode
 from gpuboard.keeper.holder import Holder, identify
+from gpuboard.leases.ledger import Scope
+from gpuboard.leases.slurm import allocator
+from gpuboard.leases.slurm.fit import Fit
 from gpuboard.leases.slurm.lease import end
-from gpuboard.scheduler.slurm.client import ENDED_STATES, Jobs
+from gpuboard.leases.terms import Terms
+from gpuboard.model.request import Request
+from gpuboard.model.schedule import Seen
+from gpuboard.scheduler.slurm import client as slurm
+from gpuboard.scheduler.slurm.client import ENDED_STATES, Jobs, Uncertain
+from gpuboard.scheduler.slurm.sbatch_args import Ask, Shape
 from tests.integration.keeper_lab import unlocked
 from tests.waiting import until
 
@@ -33,6 +43,24 @@ CANCEL = """#!/bin/sh
 cd {folder}; echo cancel >>asked; [ ! -e away ] || {{ echo "no controller" >&2; exit 1; }}
 [ -e stuck ] || : >jobs
 """
+# The controller does not answer, and accepts the job later.
+SBATCH = """#!/bin/sh
+cd {folder}
+env -u GPUBOARD_SUBMIT setsid sh -c 'until [ -e accept ]; do sleep 0.05; done; echo "12|PENDING|{name}" >jobs' &
+: >submitting; exec sleep 60
+"""
+
+
+class Unqueried:
+    """A scheduler that knows nothing."""
+
+    seen = Seen(None, 0.0, None, 30.0)
+
+    def start(self, changed: object) -> None: ...
+    def look(self, timeout_s: float = 0.0, *, retry: bool = False) -> Seen:
+        return self.seen
+
+    def close(self) -> None: ...
 
 
 class Lab:
@@ -161,6 +189,37 @@ def test_release_waits_for_a_running_submission(lab: Lab) -> None:
         assert "cancel" not in lab.asked()
         submission.kill()
     until(lambda: "cancel" in lab.asked(), "it is cancelled then")
+
+
+@pytest.mark.parametrize("what", ["the request is cancelled", "the keeper is killed"])
+def test_a_job_that_is_accepted_after_its_submission_failed_is_cancelled(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    for name, text in (("sbatch", SBATCH), ("scancel", CANCEL), ("squeue", LOOK)):
+        (lab.folder / name).write_text(text.format(folder=lab.folder, name=NAME))
+        (lab.folder / name).chmod(0o755)
+    jobs = lab.folder / "jobs"
+    jobs.write_text("")
+    monkeypatch.setenv("PATH", f"{lab.folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "SUBMIT_S", 2.0)
+    monkeypatch.setattr(allocator, "new_id", lambda _: "k3f9xy")
+    monkeypatch.setattr(allocator.SlurmAllocator, "_fit", lambda *_: (Fit(Shape(1, 1), ""), 60.0))
+    env = lab.env | {"PATH": os.environ["PATH"]}
+    own = allocator.SlurmAllocator(Scope(()), Settings(), env, scheduler=Unqueried(), options=Ask())
+
+    def disturb() -> None:
+        until((lab.folder / "submitting").exists)
+        own.abandon() if what == "the request is cancelled" else lab.kill_keeper()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    with pytest.raises(Uncertain), own:
+        own.allocate(Request(n=1), Terms(60.0, identify(lab.holder.pid)))
+    thread.join()
+    (lab.folder / "accept").touch()
+    until(jobs.read_text, "the job is accepted")
+    until(lambda: not jobs.read_text(), "the keeper cancels it", 20.0)
+    until(lambda: not lab.kept)
 
 
 def test_the_jobs_own_script_is_no_submission(lab: Lab) -> None:

@@ -338,6 +338,9 @@ class SlurmAllocator:
                 number = self._job_number or self._jobs.settle(_SETTLE_S)
             except Uncertain:
                 number = 0  # unknown: the keeper finds the job, if there is one, by its name
+                if self._record is not None and (handed is None or handed.lost):  # abandoned, or the keeper was killed
+                    with contextlib.suppress(KeeperError):
+                        handed = self._hand_over(self._record)
             if number is None:
                 forget(lease, self._env)
             elif handed is None or handed.lost:  # confirmed but not published; or the keeper was killed
