@@ -3,6 +3,7 @@
 Not ``selectors``: it has no timers, and it cannot watch a descriptor for its end alone (an event mask of 0).
 """
 
+import itertools
 import select
 import time
 
@@ -33,7 +34,7 @@ class Loop:
         self._poll = select.poll()
         self._watched: "Dict[int, Tuple[int, Callable[[], None]]]" = {}
         self._timers: "List[Tuple[float, int, Callable[[], None]]]" = []
-        self._count = 0
+        self._handles = itertools.count(1)
 
     def watch(self, fd: int, events: int, callback: "Callable[[], None]") -> None:
         """Call ``callback`` whenever ``fd`` is ready for ``events`` or has failed; replaces an earlier watch."""
@@ -47,14 +48,17 @@ class Loop:
             self._poll.unregister(fd)
 
     def after(self, seconds: float, callback: "Callable[[], None]") -> int:
-        """Call ``callback`` once, ``seconds`` from now; returns a handle for ``cancel``."""
-        self._count += 1
-        self._timers.append((self._clock() + seconds, self._count, callback))
-        return self._count
+        """Call ``callback`` once, ``seconds`` from now; return a handle for ``cancel``. Signal handlers may call it."""
+        handle = next(self._handles)  # in one step: a handler that interrupts this gets another one
+        self._timers.append((self._clock() + seconds, handle, callback))
+        return handle
 
     def cancel(self, handle: int) -> None:
         """Drop a timer; one that has fired or was dropped is no error."""
-        self._timers = [timer for timer in self._timers if timer[1] != handle]
+        for timer in self._timers:
+            if timer[1] == handle:
+                self._timers.remove(timer)  # from this list: a new one would lack what a signal handler adds meanwhile
+                return
 
     def turn(self) -> None:
         """Wait for the next event and handle all that are ready."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,28 @@ def test_timers_fire_in_their_order_and_once() -> None:
     now += 0.02
     loop.turn()
     assert seen == ["first", "second", "late"]
+
+
+def test_a_timer_of_a_signal_handler_is_never_lost() -> None:
+    """The supervisor's handler of SIGTERM adds one, whatever the loop is doing meanwhile."""
+    loop = Loop()
+    received: list[int] = []
+
+    def handler(number: int, _frame: object) -> None:
+        received.append(number)
+        loop.after(0.0, lambda: None)
+
+    usual = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0001)
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            loop.cancel(loop.after(60.0, lambda: None))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, usual)
+    assert len(received) > 10
+    assert len(loop._timers) == len(received)
 
 
 def test_a_callback_may_forget_what_is_ready_too() -> None:
