@@ -209,6 +209,30 @@ def test_the_control_socket_works_under_a_long_path(tmp_path: Path) -> None:
         ask(folder, ControlRequest("state"))
 
 
+def test_a_head_that_was_short_of_descriptors_can_still_be_stopped(tmp_path: Path) -> None:
+    program = """
+import os, resource, socket, sys, time
+from pathlib import Path
+from gpuboard.launch.runs.control import ControlRequest, ControlServer, ask
+folder = Path(sys.argv[1])
+server = ControlServer(folder, lambda request: {"op": request.op})
+client = socket.socket(socket.AF_UNIX)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+opened = []
+try:
+    while True:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    client.connect(str(folder / "control.sock"))
+time.sleep(0.5)
+for fd in opened:
+    os.close(fd)
+print(ask(folder, ControlRequest("stop")))
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("{'op': 'stop'}\n", "")
+
+
 def test_a_look_at_one_run_reads_its_state_alone(env: dict[str, str]) -> None:
     """Neither another run whose state cannot be read nor the id in a copied state.json matters."""
     path = RunFolder(env, "rabc").path

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from gpuboard.errors import GpuboardError
 from gpuboard.model.decoding import from_json
 
 _NAME = "control.sock"
+_RETRY_S = 0.2  # after which a client is accepted that could not be before
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)  # to the ranks, when a client asks for it
 
 
@@ -39,6 +41,7 @@ class ControlServer:
         """Raises OSError when there can be no socket in the folder."""
         self._folder = folder
         self.handle = handle
+        self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with _short(folder) as path:
             self._socket.bind(path)
@@ -47,6 +50,7 @@ class ControlServer:
 
     def close(self) -> None:
         """Stop listening and remove the socket."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self._socket.close()
@@ -54,11 +58,12 @@ class ControlServer:
             (self._folder / _NAME).unlink()
 
     def _serve(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 client, _ = self._socket.accept()
-            except OSError:
-                return
+            except OSError:  # closed, or too many open files: the client waits until there are fewer
+                time.sleep(_RETRY_S)
+                continue
             # Each in its own thread: an explanation takes seconds, and a request to stop must not wait for it.
             threading.Thread(target=self._answer, args=(client,), name="control-client", daemon=True).start()
 
