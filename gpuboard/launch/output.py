@@ -264,7 +264,7 @@ class Logs:
             file = self._files.pop(name, None)
             if file is None:
                 if len(self._files) >= self._most:
-                    self._files.pop(next(iter(self._files))).close()
+                    self._close(next(iter(self._files)))
                 file = (self._folder / name).open("ab", buffering=0)
                 if self._heading and name not in self._begun:
                     self._begun.add(name)
@@ -272,15 +272,23 @@ class Logs:
             self._files[name] = file
             _write_all(file.fileno(), data)
         except OSError as error:
-            if not self.failed:
-                self.failed = True
-                self._report(incomplete(self._folder / name, error))
+            self._failed(name, error)
 
     def close(self) -> None:
         """Close the files; a later write reopens them."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        for name in list(self._files):
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        try:
+            self._files.pop(name).close()
+        except OSError as error:  # NFS may report only now that earlier writes found a full disk
+            self._failed(name, error)
+
+    def _failed(self, name: str, error: OSError) -> None:
+        if not self.failed:
+            self.failed = True
+            self._report(incomplete(self._folder / name, error))
 
 
 class Relay:

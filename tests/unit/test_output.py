@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import resource
@@ -202,6 +203,33 @@ Logs(Path(sys.argv[1]), print).write(0, "out", b"x" * 1800)
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert (tmp_path / "rank-0.out").stat().st_size == 1000
     assert done.stdout.startswith(f"logs are incomplete: {tmp_path}/rank-0.out: File too large")
+
+
+def test_a_full_disk_that_only_close_reports_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS the server's answer to earlier writes comes with close()."""
+
+    class Full(io.FileIO):
+        def close(self) -> None:
+            failed = not self.closed
+            super().close()
+            if failed:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: Full(path, "ab"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))  # one file is open at a time
+    messages: list[str] = []
+    logs = Logs(tmp_path, messages.append)
+    for rank in range(2):
+        logs.write(rank, "out", b"line\n")
+    assert (tmp_path / "rank-1.out").stat().st_size == 5
+    logs.close()
+    assert logs.failed
+    assert messages == [
+        f"logs are incomplete: {tmp_path}/rank-0.out: No space left on device; "
+        "`gpuboard runs` may show an outdated state"
+    ]
 
 
 def test_logs_of_more_ranks_than_files_may_be_open_close_the_least_recently_used(tmp_path: Path) -> None:
