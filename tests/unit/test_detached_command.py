@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from gpuboard.cli.context import Context
+from gpuboard.cli.use import remote_head
+from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.config import Configuration, Settings
 from gpuboard.launch.detached.process import WaitingCommand
+from gpuboard.launch.detached.remote import FromHead, HeadConfig, RemoteHead
+from gpuboard.launch.output import Screen
+from gpuboard.launch.runs.folder import read_state, runs_dir, this_head
+from tests.unit.test_plan import planned
+from tests.unit.test_runs import view
 
 
 @pytest.mark.parametrize(
@@ -45,3 +60,61 @@ signal.pause()
         [sys.executable, "-c", script], input="".join(json.dumps(line) + "\n" for line in lines), text=True, check=False
     )
     assert head.returncode == -signal.SIGTERM
+
+
+class Detached:
+    """The process of a launch whose head is on another node."""
+
+    reserved = None
+    message = b""
+
+    def leave(self, _screen: Screen, message: bytes) -> None:
+        self.message = message
+
+
+@pytest.mark.parametrize("moment", ["read", "closed"])
+def test_an_interrupt_after_a_head_elsewhere_has_detached_does_not_hide_its_run(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on there: the user has to be told of it."""
+    started = msgspec.json.encode({"run": view("rabc", this_head()), "checks": []})
+
+    class Inbox(queue.SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            item = super().get(block, timeout)
+            if moment == "read":
+                signal.raise_signal(signal.SIGINT)
+            return item
+
+    class Head(RemoteHead):
+        def __init__(self, node: Node, *_: object) -> None:
+            self.node = node
+            self._inbox = Inbox()
+
+        def start(self) -> None:
+            pass
+
+        def send(self, **line: object) -> None:
+            if "config" in line:
+                self._inbox.put(FromHead("started", started.decode()))
+                self._inbox.put(FromHead("closed"))  # it has left the connection
+
+        def close(self) -> None:
+            if moment == "closed":
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(remote_head, "RemoteHead", Head)
+    context = Context(["launch"], {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)})
+    context.configuration = Configuration(Settings(), {})
+    plan = planned()
+    nodes = [Node(config.node, config.node) for config in plan.nodes]
+    config = HeadConfig(plan, nodes, context.settings, [], None)
+    detaching: Any = Detached()
+    usual = signal.getsignal(signal.SIGINT)
+    with closing(Screen(io.StringIO(), io.StringIO())) as screen:
+        assert remote_head.lead_elsewhere(config, context, screen, {}, detaching) == 0
+    assert detaching.message == started
+    noted = read_state(runs_dir(context.env) / "rabc")
+    assert noted is not None
+    assert noted.node == nodes[0].name
+    assert signal.getsignal(signal.SIGINT) is usual

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -45,34 +46,50 @@ def lead_elsewhere(
     text = LineSplitter()
     connector = Connector(context.settings)
     head = RemoteHead(first, connector, lambda printed: screen.lines("err", text.feed(printed)))
-    try:
-        head.start()
-        head.send(config=config.packed())
-        started, message = _follow(head, context, detaching)
-    finally:
-        head.close()
-        connector.close()
-        screen.lines("err", text.close())
-    outcome.clear()
-    if started:
-        run = detached_run(message)
-        note(context.env, msgspec.structs.replace(run, node=first.name))
-        detaching.leave(screen, message.encode())
-        return 0
+    with contextlib.ExitStack() as followed:
+        try:
+            head.start()
+            head.send(config=config.packed())
+            followed.enter_context(_interrupting(head))
+            started, message = _follow(head, context, detaching)
+        finally:
+            head.close()
+            connector.close()
+            screen.lines("err", text.close())
+        outcome.clear()
+        if started:
+            run = detached_run(message)
+            note(context.env, msgspec.structs.replace(run, node=first.name))
+            detaching.leave(screen, message.encode())
+            return 0
     outcome |= from_json(message, dict[str, Any])
     return int(outcome["exit_code"])
+
+
+@contextlib.contextmanager
+def _interrupting(head: RemoteHead) -> Iterator[None]:
+    """Pass interrupts to ``head`` instead of raising them.
+
+    An exception could take the place of its last message, and leave a run that goes on there without a word about it.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    before = [(number, signal.signal(number, lambda *_: head.interrupt())) for number in ours]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def _follow(head: RemoteHead, context: Context, detaching: DetachingHead) -> tuple[bool, str]:
     """Return whether the head has detached, and its last message: that of its detaching, or its outcome."""
     outcome = ""
     while True:
-        try:
-            line = head.wait()
-        except KeyboardInterrupt:
+        line = head.wait()
+        if line is None:
             head.send(signal=int(signal.SIGINT))
-            continue
-        if line.kind == "adopted" and detaching.reserved is not None:
+        elif line.kind == "adopted" and detaching.reserved is not None:
             # The keeper there has sent its first heartbeats, so from here on that one alone holds the lease.
             keeper.forget(detaching.reserved, context.env)
             detaching.reserved = None

@@ -64,7 +64,7 @@ class RemoteHead:
         """``show`` gets the text that the head prints, in a thread of the transport."""
         self.node = node
         self._show = show
-        self._inbox: queue.SimpleQueue[FromHead] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[FromHead | None] = queue.SimpleQueue()
         config = {"version": __version__, "python": sys.executable, "path": import_path()}
         self._link = connector.open(
             node.name,
@@ -93,8 +93,12 @@ class RemoteHead:
         """Send a line to the head."""
         self._link.submit("line", line)
 
-    def wait(self) -> FromHead:
-        """Return the next line of the head; can be interrupted by signals."""
+    def interrupt(self) -> None:
+        """Let ``wait`` return None, once; for signal handlers."""
+        self._inbox.put(None)
+
+    def wait(self) -> FromHead | None:
+        """Return the next line of the head, or None after an ``interrupt``."""
         while True:
             try:
                 return self._inbox.get(timeout=0.5)
