@@ -24,7 +24,7 @@ from gpuboard.launch.events import Output
 from gpuboard.launch.head import Head
 from gpuboard.launch.output import Screen
 from gpuboard.launch.runs.control import ControlRequest, ask
-from gpuboard.launch.runs.folder import RunFolder
+from gpuboard.launch.runs.folder import RunFolder, read_state
 from gpuboard.launch.supervisors import SupervisorEvent
 from gpuboard.launch.timing import HeadTiming
 from gpuboard.model.reading import Event
@@ -115,6 +115,22 @@ def unopened(tmp_path: Path) -> Iterator[Head]:
         yield Head(
             planned(), RunFolder(env, "rabc"), screen, connector=connector, nodes={}, read_gpus=None, timing=TIMING
         )
+
+
+def test_a_state_that_could_not_be_written_is_written_once_there_is_room(tmp_path: Path) -> None:
+    """A run that waits or trains without output changes nothing else for hours."""
+    with unopened(tmp_path) as head:
+        outcome, path = head._outcome, head._record.folder.path
+        outcome.save()
+        full = path.with_name("full")
+        path.rename(full)
+        outcome.state = "running"
+        outcome.save()
+        full.rename(path)
+        outcome.save()
+        state = read_state(path)
+        assert state is not None
+        assert state.state == "running"
 
 
 def test_a_request_is_handled_before_output_that_is_queued(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from gpuboard.model.units import format_duration, iso
 
 
 class AttemptOutcome:
-    """``saved``: the view that state.json has. ``failed_at``: epoch seconds, 0 before."""
+    """``saved``: the newest view that was to be written to state.json. ``failed_at``: epoch seconds, 0 before."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class AttemptOutcome:
         self.failed_at = 0.0
         self.saved: RunView | None = None
         self._saved_at = float("-inf")  # monotonic
+        self._unwritten = False  # state.json lacks ``saved``: the disk was full
         self._plan = plan
         self._gate = gate
         self._ending = ending
@@ -123,14 +124,14 @@ class AttemptOutcome:
         self.state = "stopped"
 
     def save(self, after_s: float = 0.0) -> None:
-        """Write state.json unless that was done less than ``after_s`` ago, or nothing has changed."""
+        """Write state.json unless that was tried less than ``after_s`` ago, or it has the newest view already."""
         if time.monotonic() - self._saved_at < after_s:
             return
         self._saved_at = time.monotonic()
         view = self.view()
-        if view != self.saved:  # an idle run writes nothing: the folder may be on a network home
+        if view != self.saved or self._unwritten:  # an idle run writes nothing: the folder may be on a network home
             self.saved = view
-            self._record.write("state.json", view)
+            self._unwritten = not self._record.write("state.json", view)
 
     def changed(self) -> None:
         """Write state.json at the next occasion, however recently that was done."""

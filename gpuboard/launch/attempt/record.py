@@ -17,11 +17,12 @@ class AttemptRecord:
         self.screen = screen
         self._incomplete = False  # the folder cannot be written
 
-    def write(self, name: str, value: object) -> None:
-        """Write ``value`` as JSON into the run's folder."""
+    def write(self, name: str, value: object) -> bool:
+        """Write ``value`` as JSON into the run's folder; return whether that succeeded."""
         error = self.folder.keep(name, value)
         if error:
             self.report_incomplete(error)
+        return not error
 
     def report_incomplete(self, message: str) -> None:
         """Print the first of the messages about files that cannot be written: they have one reason, a full disk."""

@@ -39,7 +39,7 @@ class StallFollower:
         ranks: FailureWatch,
         *,
         on_gpus: bool,
-        keep: Callable[[str, object], None],
+        keep: Callable[[str, object], object],
         notify: Callable[[str], None],
         kept: int = 0,
     ) -> None:
