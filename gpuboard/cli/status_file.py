@@ -12,6 +12,7 @@ import msgspec
 from gpuboard.cli.stderr import report
 from gpuboard.cli.stdout import write_json
 from gpuboard.errors import GpuboardError
+from gpuboard.leases.terms import uninterrupted
 from gpuboard.model.text import lines
 
 OPTION = "--status-file"
@@ -48,7 +49,7 @@ def recorded(outcome: dict[str, Any], file: str | None, *, printed: bool = False
     finally:
         if file and outcome:
             try:
-                with open(file, "wb", opener=_opener) as stream:
+                with uninterrupted(), open(file, "wb", opener=_opener) as stream:
                     stream.write(msgspec.json.encode(outcome) + b"\n")
             except OSError as error:
                 report(f"{OPTION} {file}: {error.strerror}")

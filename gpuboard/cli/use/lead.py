@@ -39,6 +39,7 @@ def lead(
     from gpuboard.launch.head import Head
     from gpuboard.launch.restarts import Attempts
     from gpuboard.launch.runs.folder import RunFolder, prune
+    from gpuboard.leases.terms import uninterrupted
     from gpuboard.transport.connector import Connector
 
     folder = RunFolder(context.env, decided.run)
@@ -87,9 +88,10 @@ def lead(
     finally:
         if line is not None:
             line.then(lambda: None)  # the run is over; the release must not be interrupted
-        connector.close()
-        view: RunView = attempts.head.view()
-        outcome |= {"run": msgspec.to_builtins(view), "checks": msgspec.to_builtins(attempts.head.checks)}
+        with uninterrupted():  # by one more ctrl-C of a user who has stopped the run
+            connector.close()
+            view: RunView = attempts.head.view()
+            outcome |= {"run": msgspec.to_builtins(view), "checks": msgspec.to_builtins(attempts.head.checks)}
 
 
 def _gpu_reader(nodes: Sequence[Node], context: Context) -> Callable[[Callable[[Snapshot], None]], None]:
