@@ -13,21 +13,29 @@ from typing import Any
 _CHECKED = ("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 
 
-def interrupted(module: ModuleType, action: Callable[[], object]) -> Iterator[tuple[str, BaseException | None]]:
-    """Run ``action`` again and again, each time with KeyboardInterrupt raised at a later point in ``module``.
+def _ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(
+    module: ModuleType, action: Callable[[], object], handler: Callable[[], object] = _ctrl_c
+) -> Iterator[tuple[str, BaseException | None]]:
+    """Run ``action`` again and again, each time with ``handler`` called at a later point in ``module``.
 
     Yields where that was and what ``action`` raised, until an ``action`` ends before the interrupt. Where SIGINT is
-    blocked, nothing is raised.
+    blocked, nothing is called.
     """
     for number in range(1_000_000):
-        at, raised = _interrupt(module, action, number)
+        at, raised = _interrupt(module, action, handler, number)
         if not at:
             assert number, f"nothing of {module.__name__} was run"
             return
         yield at, raised
 
 
-def _interrupt(module: ModuleType, action: Callable[[], object], number: int) -> tuple[str, BaseException | None]:
+def _interrupt(
+    module: ModuleType, action: Callable[[], object], handler: Callable[[], object], number: int
+) -> tuple[str, BaseException | None]:
     left = number
     at = ""
     checked = False  # after the instruction before this one
@@ -43,7 +51,7 @@ def _interrupt(module: ModuleType, action: Callable[[], object], number: int) ->
                 left -= 1
                 if left < 0:
                     at = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-                    raise KeyboardInterrupt
+                    handler()
         return trace
 
     before = sys.gettrace()

@@ -67,7 +67,7 @@ class Guard:
         self._leave_s = leave_s
         self._fd = sys.__stdin__.fileno() if sys.__stdin__ else 0
         self.attributes: list[Any] | None = None  # the terminal's settings (termios); None without a terminal
-        self._leaving = threading.Event()
+        self._leaving = False  # no Event: a signal during its ``set`` would wait for that forever
         self._restored = False
         self._writing = threading.Lock()  # the first frame
         self._entered = False  # we are in the alternate screen and textual has not taken over
@@ -147,8 +147,8 @@ class Guard:
 
     def leave(self, code: int) -> None:
         """Start the deadline: the process ends within ``leave_s``, by force with ``code``."""
-        if not self._leaving.is_set():
-            self._leaving.set()
+        if not self._leaving:
+            self._leaving = True
             threading.Thread(target=self._force, args=(code,), name="leave", daemon=True).start()
 
     def restored(self, code: int = 0) -> None:
