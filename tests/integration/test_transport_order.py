@@ -135,3 +135,26 @@ def test_output_that_arrives_with_the_end_is_read(sshd: Sshd, monkeypatch: pytes
         until(lambda: seen.error is not None, "it has ended")
     assert seen.error is not None
     assert seen.error.words == "the agent ended with exit code 9: last"
+
+
+def test_a_server_that_stops_before_the_command_starts_times_out(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """paramiko waits for the answer without a limit; until then the node would count as one that is being set up."""
+    start = paramiko.Channel.exec_command
+    seen = Listener()
+
+    def stalled(session: paramiko.Channel, command: str) -> None:
+        for pid in children(sshd.process.pid):
+            os.kill(pid, signal.SIGSTOP)
+        start(session, command)
+
+    short = Settings(ssh_config=str(sshd.ssh_config), transport="paramiko", connect_timeout="2s", max_connections=1)
+    with closing(ssh_transport(short)) as transport:
+        with monkeypatch.context() as patch:
+            patch.setattr(paramiko.Channel, "exec_command", stalled)
+            seen.open(transport, "echo ready; exec cat")
+            until(lambda: seen.error is not None, "it has ended", 15)
+        assert seen.error is not None
+        assert (seen.error.kind, seen.events) == ("timeout", [])
+        second = Listener()  # the only slot is free again
+        second.open(transport, "echo ready; exec cat")
+        until(lambda: second.events == ["connected", "received"], "output")

@@ -9,6 +9,7 @@ import logging
 import queue
 import select
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -110,11 +111,19 @@ class ParamikoChannel:
             connection = logins.log_in(host)
             if not self._take(connection):
                 return None
+            until = time.monotonic() + logins.timeout_s
+            limit = threading.Timer(logins.timeout_s, drop, [connection])  # exec_command has none of its own
+            limit.daemon = True
+            limit.start()
             try:
                 session = connection.open_session(timeout=logins.timeout_s)
                 session.exec_command(self._command)
             except Exception as error:  # any failure of a node
+                if time.monotonic() >= until:
+                    raise errors.no_answer(logins.timeout_s) from error
                 raise explain(error, host, hop="", timeout_s=logins.timeout_s) from error
+            finally:
+                limit.cancel()
         return session
 
     def _take(self, connection: paramiko.Transport) -> bool:
