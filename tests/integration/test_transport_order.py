@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import paramiko
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from gpuboard.config import Settings
 from gpuboard.transport.base import Channel, Transport, TransportError
 from gpuboard.transport.connector import ssh_transport
+from gpuboard.transport.ssh import paramiko_login
 from tests.sshd import SSHD, Sshd, children
 from tests.waiting import until
 
@@ -158,3 +160,21 @@ def test_a_server_that_stops_before_the_command_starts_times_out(sshd: Sshd, mon
         second = Listener()  # the only slot is free again
         second.open(transport, "echo ready; exec cat")
         until(lambda: second.events == ["connected", "received"], "output")
+
+
+def test_a_jump_host_that_is_reached_after_the_end_is_left(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    sshd.host("behind", ProxyJump="one")
+    started, go = threading.Event(), threading.Event()
+    verify = paramiko_login._verify
+
+    def late(*args: Any) -> None:
+        started.set()
+        assert go.wait(60)
+        verify(*args)
+
+    monkeypatch.setattr(paramiko_login, "_verify", late)
+    with closing(ssh_transport(settings(sshd, "paramiko"))) as transport:
+        transport.open("behind", "node", Listener(), "exec cat")
+        assert started.wait(60)
+    go.set()
+    until(lambda: not children(sshd.process.pid), "no connection is left", 15)

@@ -77,6 +77,8 @@ class ParamikoLogins:
             via = self._through(chain[:-1]) if chain[:-1] else None
             host = self.find(chain[-1])
             self._jumps[chain] = made = retry_dropped(lambda: self._log_in_once(host, via), self.timeout_s, self.closed)
+            if self.closed.is_set():  # meanwhile: ``close`` has dropped the others
+                drop(made)
             return made
 
         return self._logins.run(chain, find, make)
