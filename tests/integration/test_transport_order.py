@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -178,3 +179,29 @@ def test_a_jump_host_that_is_reached_after_the_end_is_left(sshd: Sshd, monkeypat
         assert started.wait(60)
     go.set()
     until(lambda: not children(sshd.process.pid), "no connection is left", 15)
+
+
+@pytest.mark.parametrize("transport", ["asyncssh", "openssh", "paramiko"])
+def test_sessions_that_have_ended_leave_no_descriptors(sshd: Sshd, transport: str) -> None:
+    """Also without passes of the cycle collector, which are rare in gpuboard's processes."""
+    with closing(ssh_transport(settings(sshd, transport))) as opened:
+
+        def run_once() -> None:
+            seen = Listener()
+            seen.open(opened, "echo ready")
+            until(lambda: seen.error is not None, "it has ended")
+
+        def descriptors() -> int:
+            return len(os.listdir("/proc/self/fd"))
+
+        gc.collect()
+        gc.disable()
+        try:
+            run_once()
+            until(lambda: not children(sshd.process.pid) or transport == "openssh", "the connection has ended")
+            before = descriptors()
+            for _ in range(5):
+                run_once()
+            until(lambda: descriptors() <= before, "no more descriptors than before", 15)
+        finally:
+            gc.enable()

@@ -84,6 +84,7 @@ class ParamikoChannel:
 
     def run(self) -> None:
         """Log in, start the agent, and read its output until its end."""
+        session = None
         try:
             session = self._open()
             if session is None:
@@ -98,6 +99,8 @@ class ParamikoChannel:
         self._unsent.put(None)
         if self._connection is not None:
             drop(self._connection)
+        if session is not None and session.closed:  # else paramiko's thread may still write to its pipe
+            session.close()  # frees the pipe: passes of the cycle collector, which would, are rare
         if not closed:
             self._handler.ended(error)
 
