@@ -18,6 +18,7 @@ from gpuboard.config import Settings
 from gpuboard.transport.base import Channel, Transport, TransportError
 from gpuboard.transport.connector import ssh_transport
 from gpuboard.transport.ssh import paramiko_login
+from gpuboard.transport.ssh.command_line import SshRoutes
 from tests.sshd import SSHD, Sshd, children
 from tests.waiting import until
 
@@ -205,3 +206,28 @@ def test_sessions_that_have_ended_leave_no_descriptors(sshd: Sshd, transport: st
             until(lambda: descriptors() <= before, "no more descriptors than before", 15)
         finally:
             gc.enable()
+
+
+def test_a_node_whose_turn_comes_during_the_end_does_not_disturb_it(
+    sshd: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes that hang end all at once then, and as many others get their turn."""
+    sshd.host("two")
+    before = SshRoutes(settings(sshd, "openssh"), os.environ)
+    before.find("two")
+    before.close()  # keeps ssh's answer, so that it is not asked again
+    routes = SshRoutes(settings(sshd, "openssh"), os.environ)
+    routes.find("one")
+    exists = os.path.exists
+    others: list[threading.Thread] = []
+
+    def late(path: str) -> bool:
+        if not others:
+            others.append(threading.Thread(target=routes.find, args=("two",)))
+            others[0].start()
+            others[0].join()
+        return exists(path)
+
+    monkeypatch.setattr(os.path, "exists", late)
+    routes.close()
+    assert others

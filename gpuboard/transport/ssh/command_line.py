@@ -212,7 +212,9 @@ class SshRoutes:
     def close(self) -> None:
         """Stop running logins; gpuboard's shared connections end with their last session."""
         self.detach()
-        control_sockets.stop(self._used)
+        with self._lock:  # threads that log in may still add to it
+            used = [*self._used]
+        control_sockets.stop(used)
 
     def _log_in_jumps(self, route: SshRoute) -> None:
         """Log in to a jump host and those before it. Raises TransportError."""
