@@ -231,3 +231,21 @@ def test_a_node_whose_turn_comes_during_the_end_does_not_disturb_it(
     monkeypatch.setattr(os.path, "exists", late)
     routes.close()
     assert others
+
+
+@pytest.mark.parametrize("transport", ["asyncssh", "openssh", "paramiko"])
+def test_a_proxy_command_that_hangs_ends_with_its_connection(sshd: Sshd, transport: str) -> None:
+    """It does not read its input: the end of that alone would leave it, and another one at each retry."""
+    sshd.host("two", ProxyCommand="sleep 1000")
+    short = Settings(ssh_config=str(sshd.ssh_config), transport=transport, connect_timeout="2s")
+
+    def proxies() -> list[int]:
+        found = [Path(f"/proc/{pid}/cmdline") for pid in children(os.getpid())]
+        return [int(file.parent.name) for file in found if file.exists() and file.read_bytes() == b"sleep\0001000\0"]
+
+    with closing(ssh_transport(short)) as opened:
+        seen = Listener()
+        opened.open("two", "node", seen, "exec cat")
+        until(proxies, "it has started")
+        until(lambda: seen.error is not None, "it has ended")
+        until(lambda: not proxies(), "and its proxy", 15)

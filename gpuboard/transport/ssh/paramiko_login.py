@@ -237,6 +237,18 @@ def _connected(name: str, port: int, family: int, timeout_s: float) -> socket.so
     raise last or socket.gaierror(socket.EAI_NONAME, "no address")
 
 
+class _Proxied(socket.socket):
+    """The stdin and stdout of a ProxyCommand, which is ended when it is closed: it may not read its input."""
+
+    def __init__(self, descriptor: int, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(fileno=descriptor)
+        self._process = process
+
+    def close(self) -> None:
+        super().close()
+        self._process.terminate()
+
+
 def _proxied(command: str) -> socket.socket:
     """Return a socket that is the stdin and stdout of a ProxyCommand, which runs in a shell as with ssh."""
     ours, theirs = socket.socketpair()
@@ -246,7 +258,7 @@ def _proxied(command: str) -> socket.socket:
             stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     threading.Thread(target=process.wait, daemon=True).start()  # else it remains a zombie
-    return ours
+    return _Proxied(ours.detach(), process)
 
 
 def _prefer(connection: paramiko.Transport, kinds: list[str]) -> None:
