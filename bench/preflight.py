@@ -151,13 +151,20 @@ def delayed(port: int, delay_s: float) -> Iterator[int]:
         listening = await asyncio.start_server(accepted, "127.0.0.1", 0, backlog=1024)
         ready.put(listening.sockets[0].getsockname()[1])
 
+    async def end() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        loop.stop()
+
     listening = loop.create_task(listen())  # kept: the loop holds tasks weakly
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     yield ready.get()
-    loop.call_soon_threadsafe(loop.stop)
+    asyncio.run_coroutine_threadsafe(end(), loop)
     thread.join()
-    listening.cancel()
+    assert listening.done()
 
 
 def simulated(folder: Path, count: int, rtt_s: float) -> tuple[float, str]:
