@@ -233,7 +233,7 @@ def test_a_node_whose_turn_comes_during_the_end_does_not_disturb_it(
     assert others
 
 
-@pytest.mark.parametrize("transport", ["asyncssh", "openssh", "paramiko"])
+@pytest.mark.parametrize("transport", ["asyncssh", "paramiko"])
 def test_a_proxy_command_that_hangs_ends_with_its_connection(sshd: Sshd, transport: str) -> None:
     """It does not read its input: the end of that alone would leave it, and another one at each retry."""
     sshd.host("two", ProxyCommand="sleep 1000")
@@ -249,3 +249,19 @@ def test_a_proxy_command_that_hangs_ends_with_its_connection(sshd: Sshd, transpo
         until(proxies, "it has started")
         until(lambda: seen.error is not None, "it has ended")
         until(lambda: not proxies(), "and its proxy", 15)
+
+
+@pytest.mark.parametrize("transport", ["asyncssh", "openssh", "paramiko"])
+def test_a_closed_transport_leaves_no_connection_to_a_jump_host(sshd: Sshd, transport: str) -> None:
+    """Also without passes of the cycle collector, which close forgotten sockets."""
+    sshd.host("behind", ProxyJump="one")
+    gc.disable()
+    try:
+        for _ in range(3):
+            seen = Listener()
+            with closing(ssh_transport(settings(sshd, transport))) as opened:
+                seen.channel = opened.open("behind", "node", seen, "echo ready; exec cat")
+                until(lambda: "received" in seen.events, "output")  # noqa: B023
+            until(lambda: not children(sshd.process.pid), "no connection is left", 20)
+    finally:
+        gc.enable()

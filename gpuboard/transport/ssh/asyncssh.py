@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _STDERR_KEPT = 65536
 _END_S = 0.3  # for closing everything; what takes longer is abandoned
+_TURNS = 3  # of the loop until an aborted connection has closed its socket: asyncssh takes one, asyncio another
 _MAX_TIMEOUTS = 4.0  # a connection whose handshake makes progress may take this many timeouts in all
 _KEEPALIVE_S, _KEEPALIVE_COUNT = 15, 3  # a path that drops packets is detected within a minute
 
@@ -95,7 +96,8 @@ class AsyncsshTransport:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_END_S / 2)
-        await asyncio.sleep(0)  # aborting a connection takes another turn of the loop
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
         self._loop.stop()
 
     async def _connect(self, name: str, channel: SshChannel, command: str | None) -> None:
