@@ -374,6 +374,22 @@ def _static(uuid: str) -> GpuStatic:
     return GpuStatic(int(uuid[-1]), uuid, "NVIDIA H100", f"00000000:1{uuid[-1]}:00.0", memory_total=80 * GIB)
 
 
+@pytest.mark.parametrize("variable", ["HOME", "XDG_STATE_HOME"])
+def test_leases_are_kept_in_a_folder_whose_path_is_not_utf_8(here: Here, variable: str) -> None:
+    here.needs_claims()
+    here.env[variable] = folder = f"{here.folder}/h\udcff"
+    os.mkdir(folder)
+    done = here.run("allocate", "--n", "1", "--for", "1h", "--json")
+    assert done.returncode == 2
+    error = json.loads(done.stdout)["error"]["message"]
+    assert error.startswith(f"--format json: {here.folder}/h\\udcff/")
+    assert done.stderr == f"gpuboard: {error}\n"
+    assert here.json("leases", "--json")["leases"] == []
+    with_lease = f"{' '.join(here.command())} run --n 1 -- sh -c 'printenv GPUBOARD_RANK_MAP'"
+    ran = subprocess.run(["sh", "-c", with_lease], env=here.env, capture_output=True, timeout=90, check=False)
+    assert ran.stdout.startswith(os.fsencode(folder)), ran.stderr
+
+
 def check_no_gpu_given(command: str, done: subprocess.CompletedProcess[str] | Measured) -> None:
     """Check that a command whose output a shell evaluates gave no GPU, and others printed nothing."""
     if command.startswith("allocate"):

@@ -185,6 +185,12 @@ def test_a_folder_that_cannot_be_created_is_an_error_with_a_remedy(tmp_path: Pat
         RunFolder({"XDG_STATE_HOME": str(tmp_path / "file")}, "rabc")
 
 
+def test_a_folder_whose_path_is_not_utf_8_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(GpuboardError, match=r"h\\udcff.*: the path is not UTF-8; set XDG_STATE_HOME to a folder"):
+        RunFolder({"XDG_STATE_HOME": f"{tmp_path}/h\udcff"}, "rabc")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_state_that_cannot_be_written_is_reported(env: dict[str, str]) -> None:
     folder = RunFolder(env, "rabc")
     (folder.path / "state.json").mkdir()

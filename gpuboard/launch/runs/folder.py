@@ -167,6 +167,12 @@ class RunFolder:
         """Create the folder. Raises GpuboardError."""
         self.path = runs_dir(env) / run
         try:
+            str(self.path).encode()
+        except UnicodeEncodeError:  # the run's state has it, and JSON cannot represent it
+            raise GpuboardError(
+                f"{self.path}: the path is not UTF-8; set XDG_STATE_HOME to a folder whose path is"
+            ) from None
+        try:
             paths.make_private(self.path.parent)
             self.path.mkdir(mode=0o700)
         except OSError as error:

@@ -48,7 +48,13 @@ def render(allocation: Allocation, form: str, *, uuids: bool = False) -> str:
             "why": allocation.why,
             "rank_map_file": allocation.rank_map_file,
         }
-        return _json(value)
+        try:
+            return _json(value)
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"--format json: {allocation.rank_map_file}, the rank map's path, is not UTF-8; set XDG_STATE_HOME to "
+                "a folder whose path is, or use --format shell"
+            ) from None
     if form == "rank-map":
         return _json(rank_map)
     if form == "hostfile":  # https://docs.open-mpi.org/en/v5.0.x/launching-apps/scheduling.html#hostfiles
