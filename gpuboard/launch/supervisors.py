@@ -249,8 +249,8 @@ class Supervisors:
                 self._unanswered[node] = 0
             self._unanswered[node] = self._unanswered.get(node, 0) + 1
             if limit_s is not None and self._unanswered[node] > limit_s / self._timing.ping_s + 1:
-                self._inbox.put(SupervisorLost(node, f"no response for {limit_s:.0f} s"))
-                link.close()
+                # Not a report and then close(): the link may end in between, and a second report ends the sweep.
+                link.drop(TransportError("lost", f"no response for {limit_s:.0f} s"))
             else:
                 now, pending = time.monotonic(), link.submit("ping", {})
                 if node not in self._ping or self._ping[node][1].settled:

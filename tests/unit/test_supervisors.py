@@ -11,7 +11,9 @@ import pytest
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
-from gpuboard.launch.supervisors import CallReply, Supervisors
+from gpuboard.launch.supervisors import CallReply, SupervisorLost, Supervisors
+from gpuboard.launch.timing import HeadTiming
+from gpuboard.model.reading import Hello
 from gpuboard.model.replies import Done
 from gpuboard.transport.base import LinkLost, TransportError
 from gpuboard.transport.connector import Connector
@@ -63,3 +65,24 @@ def test_the_timeout_of_a_call_counts_from_the_connection(happens: Callable[[Age
     assert isinstance(reply.value, LinkLost)
     assert str(reply.value).startswith(reason)
     supervisors.close()
+
+
+def test_a_silent_node_whose_connection_ends_meanwhile_is_lost_once() -> None:
+    """A second report would be taken for the end of the sweep."""
+    connector = Connecting()
+
+    class Inbox(queue.SimpleQueue[Any]):
+        def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item, block, timeout)
+            connector.links[0].drop(TransportError("lost", "the connection was reset"))
+
+    inbox = Inbox()
+    plan = planned()
+    options = msgspec.structs.replace(plan.options, lost_head_s=0.1)
+    plan = msgspec.structs.replace(plan, nodes=plan.nodes[:1], options=options)
+    supervisors = Supervisors(plan, {"gpu01": Node("gpu01", "gpu01")}, connector, inbox, HeadTiming(ping_s=0.05))
+    supervisors.open()
+    connector.links[0].hello = Hello("gpu01", "b", 0, "root", 1, "3.11")
+    assert inbox.get(timeout=60) == SupervisorLost("gpu01", "no response for 0 s")
+    supervisors.close()
+    assert inbox.empty()
