@@ -144,7 +144,10 @@ class Supervisors:
                 value = error
             self._inbox.put(CallReply(node, op, value))
 
-        threading.Thread(target=wait, name=f"{op}-{node}", daemon=True).start()
+        try:
+            threading.Thread(target=wait, name=f"{op}-{node}", daemon=True).start()
+        except RuntimeError as error:  # the user's limit of processes is reached: that must not end a run
+            self._inbox.put(CallReply(node, op, CallFailed("no-thread", str(error))))
 
     def write_stdin(self, node: str, data: bytes) -> bool:
         """Send input to the rank of ``node`` that gets it, b"" for end-of-file; return whether it still reads.
@@ -208,7 +211,11 @@ class Supervisors:
             link.close()
             self._inbox.put(SupervisorSeen(node, pid, found))
 
-        threading.Thread(target=wait, name=f"look-{node}", daemon=True).start()
+        try:
+            threading.Thread(target=wait, name=f"look-{node}", daemon=True).start()
+        except RuntimeError as error:
+            link.close()
+            self._inbox.put(SupervisorSeen(node, pid, str(error)))
 
     def complete_until(self) -> float:
         """Return the moment (monotonic) up to which the events of every reachable supervisor are on the inbox.

@@ -403,3 +403,27 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5); print('la
         done = run.command("stop", "last")
         assert (done.returncode, done.stdout) == (0, f"run {run.view().id} has ended already: done\n")
         assert run.command("logs", "-f", "last").stdout.endswith("late\n")
+
+
+def test_a_head_that_can_start_no_thread_can_be_asked_and_stopped(tmp_path: Path) -> None:
+    """As at the user's limit of processes, which does not apply to root: no memory is left for a thread's stack."""
+    limit = """
+import os, sys, threading, time
+def limit():
+    while not os.path.exists("limit"):
+        time.sleep(0.02)
+    threading.stack_size(1 << 47)
+    os.rename("limit", "limited")
+if "launch" in sys.argv:
+    threading.Thread(target=limit, daemon=True).start()
+"""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(limit)
+    path = f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"
+    with Launch(tmp_path, SLEEP, env={"PYTHONPATH": path}) as run:
+        run.wait_for("up", times=2)
+        (tmp_path / "limit").touch()
+        until((tmp_path / "limited").exists, "no thread can be started")
+        assert "ranks 0-1: state unknown\n" in run.command("explain").stdout
+        assert run.command("stop", "--now", "last").returncode == 0
+        assert run.wait() == 143

@@ -65,7 +65,10 @@ class ControlServer:
                 time.sleep(_RETRY_S)
                 continue
             # Each in its own thread: an explanation takes seconds, and a request to stop must not wait for it.
-            threading.Thread(target=self._answer, args=(client,), name="control-client", daemon=True).start()
+            try:
+                threading.Thread(target=self._answer, args=(client,), name="control-client", daemon=True).start()
+            except RuntimeError:  # the user's limit of processes is reached
+                self._answer(client)
 
     def _answer(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError, msgspec.DecodeError):
