@@ -43,10 +43,9 @@ def main() -> NoReturn:
             _load_msgspec()
             from gpuboard.cli.main import main as run_command
 
-            code = run_command(argv)
+            _exit_now(run_command(argv))  # here: an interrupt while the command returns is raised by the next call
         except KeyboardInterrupt:
-            code = 130
-        _exit_now(code)
+            _exit_now(130)
     code, message = 1, ""
     stdout = os.dup(1)  # for the shell that evaluates: the command may point stdout at /dev/null after an error
     gc.disable()  # 10 of 160 ms: everything that is created until the command's own code runs is there to stay
@@ -198,8 +197,14 @@ def _print_error(message: str) -> None:
 def _exit_now(code: int) -> NoReturn:
     """Flush and exit without the interpreter's cleanup, which frees nothing that matters here.
 
-    It takes 10 ms, 40 where asyncssh is loaded, and 100 after the board.
+    It takes 10 ms, 40 where asyncssh is loaded, and 100 after the board. One more interrupt exits at once: the
+    interpreter would end itself by the signal, and flush again into a pipe that nobody may read.
     """
+    import signal
+
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGALRM):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, lambda *_: os._exit(code or 130))
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -7,6 +7,7 @@ not count time in which the whole machine was suspended.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
@@ -101,3 +102,14 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def full_pipe() -> tuple[int, int]:
+    """Return both ends of a pipe that takes nothing more."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x")
+    os.set_blocking(writing, True)
+    return reading, writing

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from gpuboard.cli.reserve.allocate import progress
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.errors import UsageError
 from gpuboard.leases.ledger import Scope
+from tests.waiting import full_pipe, until
 
 
 def gpuboard(*args: str, env: dict[str, str] | None = None, stdout: int = subprocess.PIPE) -> tuple[int, str, str]:
@@ -253,6 +256,21 @@ def test_closed_stdout_pipe_prints_no_error() -> None:
         f"{sys.executable} -m gpuboard config | head -c 1", shell=True, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_interrupts_end_a_command_whose_output_nobody_reads() -> None:
+    """Its last flush waits for the reader, too."""
+    reading, writing = full_pipe()
+    with subprocess.Popen([sys.executable, "-m", "gpuboard", "config"], stdout=writing, stderr=subprocess.PIPE) as ran:
+        wchan = Path(f"/proc/{ran.pid}/wchan")
+        until(lambda: "pipe_write" in wchan.read_text(), "it writes")
+        ran.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        ran.send_signal(signal.SIGINT)
+        assert ran.communicate(timeout=20)[1] == b""
+        assert ran.returncode == 130
+    os.close(reading)
+    os.close(writing)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
