@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from gpuboard.launch.runs.folder import read_runs
-from tests.integration.launch_lab import Launch
-from tests.waiting import until
+from tests.integration.launch_lab import SLEEP, Launch
+from tests.waiting import full_pipe, until
 
 # Ranks that count the SIGUSR1 they get, and end once the file `end` exists.
 COUNT = """
@@ -118,6 +118,25 @@ def test_detach_prints_json_and_a_short_run_its_output(tmp_path: Path) -> None:
         done = launch.command("attach")
         assert done.returncode == 143
         assert "stopped by `gpuboard stop" in done.stderr
+
+
+def test_interrupts_end_a_detached_launch_whose_output_nobody_reads(tmp_path: Path) -> None:
+    reading, writing = full_pipe()
+    before = ["sh", "-c", 'exec "$@" 2>err', "sh"]
+    with Launch(tmp_path, SLEEP, "--detach", "--json", terminal=writing, before=before) as launch:
+        wchan = Path(f"/proc/{launch.process.pid}/wchan")
+        until(lambda: "pipe_write" in wchan.read_text(), "it writes")
+        view = launch.view()
+        launch.signal(signal.SIGINT)
+        told = f"gpuboard: run {view.id} is detached and goes on; `gpuboard stop {view.id}` stops it\n"
+        until(lambda: (tmp_path / "err").read_text().endswith(told), "it says that the run goes on")
+        launch.signal(signal.SIGINT)
+        assert launch.process.wait(20) == 130
+        assert launch.view().state == "running"
+        assert launch.command("stop", view.id, "--now").returncode == 0
+        until(lambda: not launch.carriers(), "its processes end", 10)
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_detached_run_is_restarted_under_an_attached_command(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,6 +43,18 @@ def await_detached(command: WaitingCommand, context: Context, *, as_json: bool) 
     if isinstance(message, int):
         return message
     found = from_json(message, _Message)
+    try:
+        command.admit_interrupts()
+        _show(found, as_json=as_json)
+        for warning in run_reapers(context.env, os.geteuid()):
+            report(warning)
+    except KeyboardInterrupt:
+        report(f"run {found.run.id} is detached and goes on; `gpuboard stop {found.run.id}` stops it")
+        raise
+    return 0
+
+
+def _show(found: _Message, *, as_json: bool) -> None:
     if as_json:
         outcome = outcome_of("launch") | {"exit_code": 0} | msgspec.to_builtins(found)
         write_json(outcome)
@@ -51,6 +64,4 @@ def await_detached(command: WaitingCommand, context: Context, *, as_json: bool) 
         print(f"  gpuboard attach {run.id}    its output, until it ends")
         print(f"  gpuboard logs -f {run.id}   the output of its ranks from the start")
         print(f"  gpuboard stop {run.id}      stop it")
-    for warning in run_reapers(context.env, os.geteuid()):
-        report(warning)
-    return 0
+    sys.stdout.flush()

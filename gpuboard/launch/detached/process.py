@@ -47,6 +47,10 @@ class WaitingCommand:
                 message += data
         return message
 
+    def admit_interrupts(self) -> None:
+        """Let signals end this command: the head no longer gets them."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
 
 class Detaching(Protocol):
     """The process of a head that will detach. ``left``: it has done so."""
@@ -92,7 +96,7 @@ def fork() -> WaitingCommand | DetachingHead:
     ours, theirs = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # of the command for good: it forwards them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # of the command: it forwards them
     pid = os.fork()
     if pid:
         theirs.close()
