@@ -62,6 +62,38 @@ signal.pause()
     assert head.returncode == -signal.SIGTERM
 
 
+def test_a_head_elsewhere_reports_its_outcome_despite_one_more_interrupt() -> None:
+    """Without it the command says that the head was killed."""
+    script = """
+import signal
+from gpuboard.cli.context import Context
+from gpuboard.cli.use import served_head
+from gpuboard.config import Settings
+from gpuboard.launch.detached import served
+
+class Config:
+    settings, status_file = Settings(), None
+
+def write_all(*written):
+    signal.raise_signal(signal.SIGINT)
+    real(*written)
+
+def lead(*_):
+    raise KeyboardInterrupt
+
+served.unpacked, served.Lifeline = lambda _: Config, lambda *_: None
+real, served.write_all = served.write_all, write_all
+served_head._lead = lead
+raise SystemExit(served_head.serve_head(Context([])))
+"""
+    head = subprocess.run(
+        [sys.executable, "-c", script], input='{"config": ""}\n', capture_output=True, text=True, check=False
+    )
+    assert (head.returncode, head.stderr) == (130, "gpuboard: interrupted\n")
+    line = json.loads(head.stdout)
+    assert (line["kind"], json.loads(line["message"])["exit_code"]) == ("ended", 130)
+
+
 class Detached:
     """The process of a launch whose head is on another node."""
 

@@ -16,6 +16,7 @@ from gpuboard.errors import GpuboardError
 from gpuboard.keeper.logind import kills_at_logout
 from gpuboard.launch.detached.served import ServedHead
 from gpuboard.launch.output import Screen
+from gpuboard.leases.terms import uninterrupted
 
 
 def serve_head(context: Context) -> int:
@@ -32,7 +33,8 @@ def serve_head(context: Context) -> int:
         report("interrupted")
     finally:
         if not served.left:
-            served.ended(outcome)
+            with uninterrupted():  # without an outcome the command says that this head was killed
+                served.ended(outcome)
     return int(outcome["exit_code"])
 
 
