@@ -26,8 +26,18 @@ from gpuboard.keeper import holder
 from gpuboard.launch.runs import folder as run_folder
 from gpuboard.launch.runs.access import LocalRun
 from gpuboard.launch.runs.control import ControlRequest, ControlServer, ask
-from gpuboard.launch.runs.folder import HeadProcess, RankView, RunFolder, RunState, RunView, find_run, read_runs
+from gpuboard.launch.runs.folder import (
+    HeadProcess,
+    RankView,
+    RunFolder,
+    RunState,
+    RunView,
+    VerdictView,
+    find_run,
+    read_runs,
+)
 from gpuboard.launch.runs.index import Runbook
+from gpuboard.launch.stalls.request import explain_run
 from tests.calls import calls_of
 from tests.integration.here import Here
 
@@ -267,6 +277,22 @@ def test_stop_waits_for_the_grace_and_a_margin(
     monkeypatch.setattr(stop, "time", clock)
     with pytest.raises(GpuboardError, match=f"did not end within {longest};"):
         stop._stop(Endless(view("rabc", run_folder.this_head())), grace_s)
+
+
+def test_a_run_that_ends_while_it_is_explained_has_its_verdicts(env: dict[str, str]) -> None:
+    folder = RunFolder(env, "rabc")
+    running = view("rabc", run_folder.this_head())
+    folder.keep("state.json", running)
+
+    def end(_: ControlRequest) -> object:
+        verdict = VerdictView("", "exit", 0, "gpu01", "root cause: rank 0", "exit code 3")
+        folder.keep("state.json", msgspec.structs.replace(running, state="failed", verdicts=[verdict]))
+        raise OSError  # as its process ends
+
+    server = ControlServer(folder.path, end)
+    found = explain_run(LocalRun(find_run(env, "rabc")))
+    server.close()
+    assert found.picture == ["root cause: rank 0", "exit code 3"]
 
 
 def test_a_detached_run_whose_folder_on_its_node_is_gone_has_ended(

@@ -70,8 +70,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if args.run is None and (args.pid is not None or args.node is not None):
         return _explain_jobs(args, context)
     with opened_run(context, args.run or "last", args.node) as found:
-        view = found.view()
-        report = _Report(1, view.id, view.state, explain_run(found))
+        explanation = explain_run(found)
+        view = found.view()  # after it: the run may end meanwhile
+    report = _Report(1, view.id, view.state, explanation)
     if args.json:
         write_json(report)
         return 0

@@ -7,7 +7,7 @@ import msgspec
 from gpuboard.errors import GpuboardError
 from gpuboard.launch.runs.access import RunAccess
 from gpuboard.launch.runs.control import ControlRequest
-from gpuboard.launch.runs.folder import FINAL
+from gpuboard.launch.runs.folder import FINAL, RunView
 from gpuboard.launch.stalls.verdict import Explanation
 from gpuboard.model.decoding import convert
 from gpuboard.model.text import clean
@@ -22,14 +22,24 @@ def explain_run(run: RunAccess) -> Explanation:
     """
     view = run.view()
     if view.state in FINAL:
-        lines = []
-        for verdict in view.verdicts:
-            earlier = f"attempt {verdict.attempt}: " if verdict.attempt != view.attempt else ""
-            lines += [earlier + verdict.text, *verdict.evidence.splitlines()]
-        return Explanation([clean(line, 600) for line in lines], None, "", [])
-    answer = run.ask(ControlRequest("explain"), _WAIT_S)
+        return _ended(view)
+    try:
+        answer = run.ask(ControlRequest("explain"), _WAIT_S)
+    except GpuboardError:
+        view = run.view()
+        if view.state not in FINAL:
+            raise
+        return _ended(view)  # during the inspection
     try:
         return convert(answer, Explanation)
     except msgspec.ValidationError as error:
         why = answer.get("error") if isinstance(answer, dict) else error
         raise GpuboardError(f"run {view.id}: {why}") from error
+
+
+def _ended(view: RunView) -> Explanation:
+    lines = []
+    for verdict in view.verdicts:
+        earlier = f"attempt {verdict.attempt}: " if verdict.attempt != view.attempt else ""
+        lines += [earlier + verdict.text, *verdict.evidence.splitlines()]
+    return Explanation([clean(line, 600) for line in lines], None, "", [])
