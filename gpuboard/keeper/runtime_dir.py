@@ -36,6 +36,7 @@ _JOB_SUFFIX = "-job"
 _PRUNE_AFTER_S = 86400.0  # age at which the folder of a job without a keeper is removed
 RETRIES = 3  # if the folder is removed while a keeper starts
 _CONNECT_S = 1  # for a keeper to accept a connection, while its queue of them is full
+_NO_ANSWER = (errno.EIO, errno.ETIMEDOUT)  # of a file server, to a mount that is "soft": nothing was removed
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EACCES)
 
 
@@ -148,7 +149,7 @@ class RuntimeDir:
 
     @property
     def reachable(self) -> bool:
-        """Whether commands find this keeper: folder, lock and socket are unchanged."""
+        """Whether commands find this keeper: folder, lock and socket are unchanged, as far as a file server answers."""
         try:
             with _short_path(self._home) as path:
                 return (
@@ -156,8 +157,8 @@ class RuntimeDir:
                     and _identity(os.lstat(f"{path}/{_name(self._home, self._folder, 'socket')}")) == self._bound
                     and os.stat(self._folder).st_mode & 0o777 == 0o700
                 )
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno in _NO_ANSWER
 
     def restore(self) -> RuntimeDir | None:
         """Return a RuntimeDir that commands find, with a new listener; None when another keeper has it.
@@ -306,7 +307,11 @@ def _acquire(home: str, folder: str, timeout_s: float) -> RuntimeDir | None:
 
 
 def _is_open(path: str, descriptor: int) -> bool:
-    return os.path.lexists(path) and _identity(os.lstat(path)) == _identity(os.fstat(descriptor))
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return _identity(found) == _identity(os.fstat(descriptor))
 
 
 def _identity(facts: os.stat_result) -> tuple[int, int]:

@@ -189,14 +189,16 @@ def test_keeper_resumed_late_does_not_renew_an_expired_claim(lab: Lab) -> None:
     assert lab.held() == {"other1"}
 
 
-def test_heartbeats_continue_while_the_file_system_of_the_keepers_folder_hangs(lab: Lab) -> None:
+@pytest.mark.parametrize("server", ["never answers", "fails"])
+def test_heartbeats_continue_while_the_file_system_of_the_keepers_folder_hangs(lab: Lab, server: str) -> None:
+    """As a mount that is "soft": a call fails after a while, and the next one waits again."""
     args = {"lease": "hang2", "uuids": [UUIDS[0]], "for_s": 3600.0, "nodes": ["n"], "gpus": 1}
     claims.handle("take", args, claims.Folder(str(lab.claims)))
     lab.adopt("hang2", timing=KeeperTiming(heartbeat_s=0.2, place_s=0.1, linger_s=0.1))
     keeper.renew("hang2", 3600.0, lab.env)  # answered when nothing is left to do in the folder
     claim = lab.claims / f"gpuboard.{UUIDS[0]}.hang2"
     try:
-        with fuse(str(lab.place), "never answers", uid=0):
+        with fuse(str(lab.place), server, uid=0):
             for _ in range(10):
                 before = claim.stat().st_mtime_ns
                 until(lambda at=before: claim.stat().st_mtime_ns != at, "a heartbeat", 5.0)  # type: ignore[misc]

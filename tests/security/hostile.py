@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import struct
@@ -53,7 +54,8 @@ def write_lease(path: str, uid: int = BOB) -> Iterator[None]:
 def fuse(path: str, kind: str, uid: int = BOB) -> Iterator[None]:
     """Mount on the file or folder ``path`` what fusermount mounts for ``uid``: a file system without a server.
 
-    ``kind``: "denies" others, as without allow_other; "never answers"; "is gone", its server has ended.
+    ``kind``: "denies" others, as without allow_other; "never answers"; "fails", once, with EIO, and never
+    answers after that; "is gone", its server has ended.
     """
     if not os.path.exists("/dev/fuse"):
         pytest.skip("needs /dev/fuse")
@@ -69,6 +71,8 @@ def fuse(path: str, kind: str, uid: int = BOB) -> Iterator[None]:
     try:
         if kind == "is gone":
             os.close(server)
+        elif kind == "fails":
+            threading.Thread(target=_fail_once, args=(server,), daemon=True).start()
         giving_up.start()
         yield
     finally:
@@ -76,6 +80,20 @@ def fuse(path: str, kind: str, uid: int = BOB) -> Iterator[None]:
         if kind != "is gone":
             os.close(server)
         libc.umount2(path.encode(), _MNT_FORCE | _MNT_DETACH)
+
+
+def _fail_once(server: int) -> None:
+    """Serve a FUSE connection until one request has failed: structs and opcodes of linux/fuse.h."""
+    init, forgets = 26, (2, 42)
+    with contextlib.suppress(OSError):  # unmounted
+        while True:
+            _, opcode, unique = struct.unpack_from("=IIQ", os.read(server, 1 << 20))
+            if opcode == init:
+                body = struct.pack("=4I2H2I2H8I", 7, 31, 0, 0, 1, 1, 4096, 1, 1, 0, *[0] * 8)
+                os.write(server, struct.pack("=IiQ", 16 + len(body), 0, unique) + body)
+            elif opcode not in forgets:
+                os.write(server, struct.pack("=IiQ", 16, -errno.EIO, unique))
+                return
 
 
 def acl(path: str, kind: str, **permissions: int) -> None:
