@@ -394,6 +394,27 @@ def test_unreadable_record_is_renamed(lab: Lab) -> None:
     until(lambda: "good1: taken over" in lab.log())
     assert lab.records() == {"good1"}
     assert (lab.place / "bad1.json.bad").exists()
+    assert keeper.restart_if_needed(lab.env) == ["lease bad1 gets no heartbeats: its record was damaged"]
+
+
+def test_a_damaged_record_that_cannot_be_renamed_ends_no_keeper(lab: Lab) -> None:
+    lab.holding("good3")
+    lab.signal_keeper(signal.SIGKILL)
+    (lab.place / "bad3.json").write_text('{"lease": "bad3"')
+    (lab.place / "bad3.json.bad").mkdir()
+    keeper.restart_if_needed(lab.env)
+    until(lambda: "good3: taken over" in lab.log())
+
+
+def test_a_lease_is_taken_over_when_its_record_can_be_read_again(lab: Lab) -> None:
+    for number, lease in enumerate(("disk1", "good4")):
+        lab.holding(lease, number)
+    lab.signal_keeper(signal.SIGKILL)
+    with fuse(str(lab.place / "disk1.json"), "is gone", uid=0):
+        keeper.restart_if_needed(lab.env)
+        until(lambda: "good4: taken over" in lab.log())
+    until(lambda: "disk1: taken over" in lab.log())
+    assert lab.records() == {"disk1", "good4"}
 
 
 def test_a_record_removed_while_it_is_read_ends_no_keeper(lab: Lab) -> None:

@@ -6,12 +6,13 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 from gpuboard.keeper.daemon.calls import NodeAnswer
 from gpuboard.keeper.daemon.commands import Commands, ConnectedCommand
 from gpuboard.keeper.daemon.heartbeats import Nodes, key_of
-from gpuboard.keeper.daemon.lease import KeeperContext, KeptLease, of_holder
+from gpuboard.keeper.daemon.lease import KeeperContext, KeptLease, of_holder, record_loss
 from gpuboard.keeper.daemon.loop import KeeperLoop, boottime, log, write_log_to
 from gpuboard.keeper.holder import alive
 from gpuboard.keeper.record import LeaseRecord, decode, login_of
@@ -30,6 +31,7 @@ class Keeper:
         self.place_watched = False  # by a thread
         self.loop = KeeperLoop()
         self.kept: dict[str, KeptLease] = {}
+        self.unread: dict[str, str] = {}  # records that are read again: the error of each
         self.nodes = Nodes(self.loop, self._touched, timing)
         self.commands = Commands(self.loop, self._handle, self._left)
         self.commands.listen(place.listener)
@@ -41,7 +43,7 @@ class Keeper:
         idle_since = boottime()
         while True:
             now = boottime()
-            if self.kept or self.commands:
+            if self.kept or self.unread or self.commands:
                 idle_since = now
             elif now - idle_since >= self.timing.linger_s or not self.place.reachable:
                 return
@@ -60,12 +62,15 @@ class Keeper:
     def _watch_place(self) -> None:
         """Have a thread check folder, lock and socket: their file system may hang, and heartbeats must continue."""
         lost = self.loop.report(lambda _: self._ensure_reachable())
+        read_again = self.loop.report(lambda _: self._take_over(list(self.unread)))
 
         def watch() -> None:
             while True:
                 time.sleep(self.timing.place_s)
                 if not self.place.reachable:
                     lost(None)
+                elif self.unread:
+                    read_again(None)
 
         try:
             threading.Thread(target=watch, name="place", daemon=True).start()
@@ -184,19 +189,40 @@ class Keeper:
     # --- the set of leases
 
     def _readopt(self) -> None:
-        """Take over the leases whose records another keeper left or handed to this one."""
-        for name in sorted(os.listdir(self.folder)):
+        """Take over the leases whose records another keeper left or handed to this one. Raises OSError."""
+        self._take_over(os.listdir(self.folder))
+
+    def _take_over(self, names: Iterable[str]) -> None:
+        failed, self.unread = self.unread, {}
+        for name in sorted(names):
             if not name.endswith(".json") or name[:-5] in self.kept:
                 continue
-            path = f"{self.folder}/{name}"
             try:
-                with open(path, encoding="utf-8") as file:
-                    self._keep(KeptLease(decode(json.load(file)), self.context))
-                log(f"{name[:-5]}: taken over")
-            except (ValueError, OSError) as error:
-                with suppress(FileNotFoundError):  # a command has just released that lease
-                    os.replace(path, path + ".bad")
-                    log(f"{name}: unreadable, renamed to {name}.bad: {error}")
+                with open(f"{self.folder}/{name}", encoding="utf-8") as file:
+                    kept = KeptLease(decode(json.load(file)), self.context)
+            except FileNotFoundError:
+                continue  # a command has just released that lease
+            except OSError as error:  # of the disk or of this process: it may pass
+                self.unread[name] = str(error)
+                if failed.get(name) != str(error):
+                    log(f"{name}: {error.strerror}; no heartbeats until it can be read")
+            except ValueError as error:
+                self._set_aside(name, error)
+            else:
+                self._keep(kept)
+                log(f"{kept.id}: taken over")
+
+    def _set_aside(self, name: str, why: ValueError) -> None:
+        path = f"{self.folder}/{name}"
+        try:
+            os.replace(path, path + ".bad")
+        except FileNotFoundError:
+            return  # a command has just released that lease
+        except OSError as error:
+            log(f"{name}: unreadable: {why}; cannot be renamed: {error.strerror}")
+            return
+        log(f"{name}: unreadable, renamed to {name}.bad: {why}")
+        record_loss(self.folder, f"lease {name[:-5]} gets no heartbeats: its record was damaged")
 
     def _keep(self, kept: KeptLease) -> None:
         self.kept[kept.id] = kept
