@@ -50,12 +50,16 @@ class ReleasedClaims(msgspec.Struct, frozen=True):
 
 
 class Touched(msgspec.Struct, frozen=True):
-    """The answer to ``touch``: the requested leases by the state of their claims; the UUIDs claimed by those alive."""
+    """The answer to ``touch``: the requested leases by the state of their claims; the UUIDs claimed by those alive.
+
+    ``unread``: leases with a claim that cannot be read, with the reason.
+    """
 
     alive: list[str]
     lapsed: list[str]
     missing: list[str]
     claims: dict[str, list[str]] = {}
+    unread: dict[str, str] = {}
 
 
 class Carrier(msgspec.Struct, frozen=True):

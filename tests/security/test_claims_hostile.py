@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -98,28 +99,52 @@ def test_a_file_system_mounted_on_a_claims_name_is_its_owners_garbage(kind: str,
         assert time.monotonic() - began < 60.0  # nothing has waited until the mount was taken away
 
 
+def fails_to_read(name: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``step`` of claims_files.Files fail for one file, as on a bad sector."""
+    real = getattr(claims_files.Files, step)
+
+    def failing(files: Any, what: Any) -> Any:
+        path = what if isinstance(what, str) else os.readlink(f"/proc/self/fd/{what}")
+        if path.endswith(name):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(files, what)
+
+    monkeypatch.setattr(claims_files.Files, step, failing)
+
+
 @pytest.mark.parametrize("step", ["_pin", "_bytes"])
 def test_a_claim_that_the_disk_cannot_read_blocks_its_gpu(
     step: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bad sector below alice's claim frees nothing; another GPU is had as before."""
     alice_holds(folder)
-    real = getattr(claims_files.Files, step)
-
-    def failing(files: Any, what: Any) -> Any:
-        path = what if isinstance(what, str) else os.readlink(f"/proc/self/fd/{what}")
-        if path.endswith("GPU-a.k3f9"):
-            raise OSError(5, "Input/output error")
-        return real(files, what)
-
-    monkeypatch.setattr(claims_files.Files, step, failing)
+    fails_to_read("gpuboard.GPU-a.k3f9", step, monkeypatch)
     [claim] = read(folder).values()
     assert (claim.state, claim.uuid, claim.reason) == ("live", "GPU-a", "not readable: Input/output error")
     assert become(BOB, lambda: take(folder, "zzzz", "GPU-a"))[0] == "disk"
-    assert become(ALICE, lambda: ask("touch", folder, leases=["k3f9"]))[0] == "disk"
     assert "until" in become(BOB, lambda: take(folder, "zzzz", "GPU-b"))
     monkeypatch.undo()
     assert read(folder)["k3f9 GPU-a"].uid == ALICE
+
+
+@pytest.mark.parametrize("step", ["_pin", "_bytes"])
+def test_a_claim_that_the_disk_cannot_read_costs_no_other_claim_its_heartbeats(
+    step: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice_holds(folder, "GPU-a", "GPU-b")
+    assert "until" in become(ALICE, lambda: take(folder, "m2x7", "GPU-c"))
+    fails_to_read("gpuboard.GPU-a.k3f9", step, monkeypatch)
+
+    def mtimes() -> dict[str, int]:
+        return {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(folder)}
+
+    before = mtimes()
+    assert become(ALICE, lambda: ask("touch", folder, leases=["k3f9", "m2x7", "none"])) == {
+        "alive": ["m2x7"], "lapsed": [], "missing": ["none"], "claims": {"m2x7": ["GPU-c"]},
+        "unread": {"k3f9": "gpuboard.GPU-a.k3f9 cannot be read: Input/output error"},
+    }  # fmt: skip
+    changed = {name for name, mtime in mtimes().items() if before[name] != mtime}
+    assert changed == {"gpuboard.GPU-b.k3f9", "gpuboard.GPU-c.m2x7"}
 
 
 def test_a_reader_without_descriptors_calls_nothing_free(folder: str) -> None:

@@ -14,6 +14,7 @@ clock after touching its claim, and withdraws it if others may have seen it as e
 """
 
 from gpuboard.agent.claims import Refuse, rules, wire
+from gpuboard.agent.claims.files import UnreadableClaim
 
 MYPY = False
 if MYPY:
@@ -46,17 +47,28 @@ def drive(protocol: "Steps", files: "Any") -> "Any":
 
 
 def survey(
-    wanted: "Callable[[str], bool]", boot_id: str, margin_s: float = 0.0, uid: "Optional[int]" = None
+    wanted: "Callable[[str], bool]",
+    boot_id: str,
+    margin_s: float = 0.0,
+    uid: "Optional[int]" = None,
+    unread: "Optional[Dict[str, str]]" = None,
 ) -> "Steps":
     """Read the claims whose names are ``wanted``, only ``uid``'s if given; return (clock from before, judged claims).
 
-    Omits garbage, which blocks no GPU, and claims that do not fit into a reading (wire.fair).
+    Omits garbage, which blocks no GPU, and claims that do not fit into a reading (wire.fair). Names that the system
+    cannot read are added to ``unread``, if given, with the reason; otherwise this raises UnreadableClaim.
     """
     clock = yield ("clock",)
     names = yield ("list", wanted)
     shelf = wire.Shelf(wire.CLAIMS_BYTES)
     for name in names:
-        entry = yield ("read", name, uid)
+        try:
+            entry = yield ("read", name, uid)
+        except UnreadableClaim as error:
+            if unread is None:
+                raise
+            unread[name] = error.strerror or str(error)
+            continue
         if entry is not None:
             one = rules.judge(entry, clock, boot_id, margin_s)
             if one.state != "garbage":
@@ -181,25 +193,31 @@ def _names_of(lease: str) -> "Callable[[str], bool]":
 def touch(leases: "List[str]", uid: int, boot_id: str) -> "Steps":
     """Send a heartbeat to this user's claims of ``leases``; return their state, as in docs/agent-protocol.md.
 
-    If one claim of a lease has expired, all its claims here are removed: it cannot be revived, only taken again.
+    If one claim of a lease has expired, all its claims here are removed: it cannot be revived, only taken again. One
+    that cannot be read may have expired: it gets no heartbeat, only the others of its lease do.
     """
     suffixes = {"." + lease for lease in leases}
     result: "Dict[str, Any]" = {"alive": [], "lapsed": [], "missing": [], "claims": {}}
+    unread: "Dict[str, str]" = {}
     yield ("lock", LOCK_WAIT_S)
-    _, found = yield from survey(lambda name: name[name.rfind(".") :] in suffixes, boot_id, rules.MARGIN_S, uid)
+    _, found = yield from survey(lambda name: name[name.rfind(".") :] in suffixes, boot_id, rules.MARGIN_S, uid, unread)
     for lease in leases:
         own = _own(found, lease)
-        if not own:
+        failed = sorted(name for name in unread if _names_of(lease)(name))
+        if not own and not failed:
             result["missing"].append(lease)
             continue
         alive = all(x.state == "live" for x in own)
         for one in own if alive else ():
             alive = alive and (yield from _heartbeat(one))
-        if alive:
-            result["claims"][lease] = [x.content["uuid"] for x in own]
-        else:
+        if not alive:
             yield from withdraw([x.entry.name for x in own])
-        result["alive" if alive else "lapsed"].append(lease)
+            result["lapsed"].append(lease)
+        elif failed:
+            result.setdefault("unread", {})[lease] = "%s cannot be read: %s" % (failed[0], unread[failed[0]])
+        else:
+            result["alive"].append(lease)
+            result["claims"][lease] = [x.content["uuid"] for x in own]
     yield ("unlock",)
     return result
 

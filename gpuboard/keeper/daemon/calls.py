@@ -2,8 +2,9 @@
 
 Operations, arguments → value of the answer:
 
-    touch     leases → {alive, lapsed, claims, words}: a heartbeat; which leases live, which expired; the UUIDs that
-              each living lease has claims on (of nodes only); a scheduler's reason
+    touch     leases → {alive, lapsed, claims, unread, words}: a heartbeat; which leases live, which expired; the UUIDs
+              that each living lease has claims on, and why claims of a lease cannot be read (of nodes only); a
+              scheduler's reason
     release   lease → {released}: UUIDs
     read      → a reading, with the processes on the lease's GPUs; {} where there is none
     carriers  lease → {processes}: the pids with the lease in their environment

@@ -130,6 +130,10 @@ class KeptLease:
         if answer.kind:
             if name in self.unconfirmed:
                 self._refuse(name, f"{name}: {answer.message.removeprefix(f'{name}: ')}")
+        elif why := answer.value.get("unread", {}).get(self.id):
+            log(f"{self.id}: {name}: heartbeat failed: {why}")
+            if name in self.unconfirmed:
+                self._refuse(name, f"{name}: {why}")
         elif self.id not in answer.value["alive"]:
             expired = self.id in answer.value["lapsed"]
             self._claims_ended(name, expired=expired, why=str(answer.value.get("words", "")))
