@@ -277,11 +277,19 @@ def restart_if_needed(env: Mapping[str, str]) -> list[str]:
         return []  # no lease was ever reserved on this host
     if any(name.endswith(".json") for name in names):
         Started(folder, env).close()
-    if "lost" not in names:
-        return []
-    taken = f"{folder}/lost.{os.getpid()}"
+    return [message for name in names if _is_lost(name) for message in _taken(f"{folder}/{name}")]
+
+
+def _is_lost(name: str) -> bool:
+    """Return whether a file has messages: the keeper's, or those taken by a command that was killed since."""
+    what, _, pid = name.partition(".")
+    return what == "lost" and (not pid or (pid.isdecimal() and not os.path.exists(f"/proc/{pid}")))
+
+
+def _taken(path: str) -> list[str]:
+    taken = f"{os.path.dirname(path)}/lost.{os.getpid()}"
     try:
-        os.rename(f"{folder}/lost", taken)  # of several concurrent commands, one shows them
+        os.rename(path, taken)  # of several concurrent commands, one shows them
         with open(taken, encoding="utf-8", errors="replace") as file:
             messages = file.read().splitlines()
         os.unlink(taken)

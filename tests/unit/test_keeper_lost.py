@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+
+import pytest
 
 from gpuboard.keeper.client import restart_if_needed
 from gpuboard.keeper.daemon.lease import record_loss
@@ -72,6 +75,25 @@ def test_one_of_several_concurrent_commands_shows_a_message(tmp_path: Path) -> N
     assert sorted(message for messages in answers for message in messages) == sorted(
         f"lease {n} expired" for n in range(ROUNDS)
     )
+    assert list(_lost(state).parent.iterdir()) == []
+
+
+def test_messages_taken_by_a_command_that_was_killed_are_shown_by_the_next(tmp_path: Path) -> None:
+    state = str(tmp_path)
+    _lost(state).parent.mkdir(parents=True)
+    _lost(state).write_text("lease k3f9 expired\n")
+
+    def command() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "unlink", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            restart_if_needed({"XDG_STATE_HOME": state})
+
+    process = multiprocessing.get_context("fork").Process(target=command)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    _lost(state).write_text("lease m2x7 expired\n")
+    assert sorted(restart_if_needed({"XDG_STATE_HOME": state})) == ["lease k3f9 expired", "lease m2x7 expired"]
     assert list(_lost(state).parent.iterdir()) == []
 
 
