@@ -6,12 +6,15 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from gpuboard.agent.proc import boot_id
 from gpuboard.keeper import runtime_dir as place
+from gpuboard.keeper.daemon.keeper import Keeper
+from gpuboard.keeper.timing import KeeperTiming
 
 
 def test_one_of_two_keepers_acquires_the_folder(tmp_path: Path) -> None:
@@ -130,4 +133,25 @@ def test_folders_of_keepers_of_old_jobs_are_removed(tmp_path: Path) -> None:
     place.prune(str(tmp_path / f"{host}-b00t-job10"))
     assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
     assert occupied is not None
+    occupied.close()
+
+
+def test_checks_of_a_slow_folder_do_not_queue_up_before_a_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where each takes seconds, and another is due meanwhile."""
+    occupied = place.acquire(str(tmp_path), 10.0)
+    assert occupied is not None
+    keeper = Keeper(str(tmp_path), occupied, KeeperTiming(place_s=0.001))
+    (tmp_path / "lock").unlink()
+    checks: list[int] = []
+
+    def check() -> None:
+        checks.append(len(checks))
+        time.sleep(0.1 if len(checks) < 20 else 0.0)
+
+    monkeypatch.setattr(keeper, "_ensure_reachable", check)
+    keeper._watch_place()
+    keeper.loop.wait(60.0)
+    assert 1 <= len(checks) < 10
     occupied.close()

@@ -13,7 +13,7 @@ from gpuboard.keeper.daemon.calls import NodeAnswer
 from gpuboard.keeper.daemon.commands import Commands, ConnectedCommand
 from gpuboard.keeper.daemon.heartbeats import Nodes, key_of
 from gpuboard.keeper.daemon.lease import KeeperContext, KeptLease, of_holder, record_loss
-from gpuboard.keeper.daemon.loop import KeeperLoop, boottime, log, write_log_to
+from gpuboard.keeper.daemon.loop import Action, KeeperLoop, boottime, log, write_log_to
 from gpuboard.keeper.holder import alive
 from gpuboard.keeper.record import LeaseRecord, decode, login_of
 from gpuboard.keeper.runtime_dir import KeeperError, RuntimeDir, connect, peer_pid, receive, send
@@ -61,16 +61,25 @@ class Keeper:
 
     def _watch_place(self) -> None:
         """Have a thread check folder, lock and socket: their file system may hang, and heartbeats must continue."""
-        lost = self.loop.report(lambda _: self._ensure_reachable())
-        read_again = self.loop.report(lambda _: self._take_over(list(self.unread)))
+        done = threading.Event()
+
+        def act(action: Action) -> None:
+            action()
+            done.set()
+
+        ask = self.loop.report(act)
 
         def watch() -> None:
             while True:
                 time.sleep(self.timing.place_s)
+                done.clear()
                 if not self.place.reachable:
-                    lost(None)
+                    ask(self._ensure_reachable)
                 elif self.unread:
-                    read_again(None)
+                    ask(self._read_again)
+                else:
+                    continue
+                done.wait()  # where it takes seconds, heartbeats are due before the next one
 
         try:
             threading.Thread(target=watch, name="place", daemon=True).start()
@@ -191,6 +200,9 @@ class Keeper:
     def _readopt(self) -> None:
         """Take over the leases whose records another keeper left or handed to this one. Raises OSError."""
         self._take_over(os.listdir(self.folder))
+
+    def _read_again(self) -> None:
+        self._take_over(list(self.unread))
 
     def _take_over(self, names: Iterable[str]) -> None:
         failed, self.unread = self.unread, {}
