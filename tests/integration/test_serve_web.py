@@ -168,6 +168,21 @@ def test_nohup_outlives_the_terminal(here: Here) -> None:
     assert serving.stop() == 130
 
 
+def test_a_log_that_cannot_be_written_stops_no_board(here: Here) -> None:
+    """As on a full disk, and on a terminal that has been closed."""
+    serving = Serving(here, "--port", "0", before=["sh", "-c", 'exec "$@" 2>/dev/full', "sh"])
+
+    async def look() -> None:
+        async with opened(serving) as websocket:
+            await seen(websocket, b"H100")
+
+    try:
+        assert serving.get("/")[0] == 403
+        asyncio.run(look())
+    finally:
+        assert serving.stop() == 130
+
+
 async def serve_here(command: list[str], said: list[str], visit: Visit) -> None:
     """Serve boards made by ``command`` in this process, ``visit`` them with a cookie, and stop."""
     guard = RequestGuard(new_token(), None)

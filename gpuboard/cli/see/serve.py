@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gpuboard.cli.context import Context
 from gpuboard.cli.options import path, whole
+from gpuboard.cli.stderr import show
 from gpuboard.errors import GpuboardError, UsageError
 
 NAME = "serve"
@@ -112,4 +113,4 @@ def _command(context: Context) -> list[str]:
 
 
 def _log(message: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
+    show(f"{time.strftime('%H:%M:%S')} {message}")
