@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,18 @@ def test_a_token_file_is_made_private_and_read_again(tmp_path: Path) -> None:
     assert token_of(file) == token
     assert len(token) >= 43
     assert token != new_token()
+
+
+def test_a_token_file_that_cannot_be_written_is_not_left_empty(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # like a full disk
+    try:
+        with pytest.raises(GpuboardError, match=f"cannot write {file}: File too large"):
+            token_of(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])

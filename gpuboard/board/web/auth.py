@@ -104,8 +104,12 @@ def token_of(file: Path) -> str:
     except OSError as error:
         raise GpuboardError(f"cannot create {file}: {error.strerror}") from error
     else:
-        with os.fdopen(descriptor, "w", encoding="ascii") as new:
-            new.write(new_token() + "\n")
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as new:
+                new.write(new_token() + "\n")
+        except OSError as error:
+            file.unlink(missing_ok=True)  # the next start would refuse an empty one
+            raise GpuboardError(f"cannot write {file}: {error.strerror}") from error
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
