@@ -306,6 +306,8 @@ def _check(values: dict[str, Any], origin: str) -> None:
             raise ConfigError(f"{origin}: {key} = {found[key]!r} is not between {low} and {high}")
     if not found.get("claims_dir", "/").startswith("/"):
         raise ConfigError(f"{origin}: claims_dir = {quoted(found['claims_dir'])} must be an absolute path")
+    if re.search("[\ud800-\udfff]", found.get("claims_dir", "")):  # the nodes get it as JSON
+        raise ConfigError(f"{origin}: claims_dir = {quoted(found['claims_dir'])} is not UTF-8")
     for text in found.get("nodes", ()):
         if not text.strip():
             raise ConfigError(f"{origin}: nodes holds an empty nodeset; write gpu01 or gpu[01-16,20]")

@@ -123,6 +123,7 @@ def test_a_bad_file_is_refused_with_file_key_and_remedy(tmp_path: Path, text: st
         ({"GPUBOARD_MAX_CONNECTIONS": "many"}, "GPUBOARD_MAX_CONNECTIONS: 'many' is not a whole number from 1 to 4096"),
         ({"GPUBOARD_MAX_CONNECTIONS": "0"}, "GPUBOARD_MAX_CONNECTIONS: '0' is not"),
         ({"GPUBOARD_LEDGER": "x"}, "GPUBOARD_LEDGER = 'x'"),
+        ({"GPUBOARD_CLAIMS_DIR": "/tmp/\udcff"}, "GPUBOARD_CLAIMS_DIR = '/tmp/.udcff' is not UTF-8"),
     ],
 )
 def test_a_bad_variable_is_refused(env: dict[str, str], words: str) -> None:
