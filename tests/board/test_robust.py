@@ -180,6 +180,13 @@ def test_bytes_that_are_no_utf_8_are_passed_over(opened: Terminal) -> None:
     assert opened.process.poll() is None
 
 
+def test_keys_with_impossible_numbers_are_passed_over(opened: Terminal) -> None:
+    opened.press(b"\x1b[1114112u\x1b[97::;;u")
+    seen = len(opened.written)
+    opened.press(b"?")
+    opened.shows("cluster.sort", since=seen)
+
+
 @pytest.mark.parametrize("term", ["dumb", ""])
 def test_a_terminal_that_cannot_place_text_gets_the_status(here: Here, term: str) -> None:
     env = environment(here, TERM=term)

@@ -355,6 +355,14 @@ def test_escapes_in_a_paste_are_no_keys(size: int) -> None:
     assert [event.text if isinstance(event, Paste) else cast("Key", event).key for event in found] == PASTED
 
 
+@pytest.mark.parametrize(
+    "sequence", ["\x1b[1114112u", "\x1b[99999999999999999999u", "\x1b[97::;;u", "\x1b[27;5;1114112~"]
+)
+def test_a_key_with_an_impossible_number_is_passed_over(sequence: str) -> None:
+    parser = compat.PasteParser()
+    assert [cast("Key", event).key for event in parser.feed(f"a{sequence}b")] == ["a", "b"]
+
+
 def test_the_driver_of_a_browser_uses_that_parser() -> None:
     assert vars(web_driver)["XTermParser"] is compat.PasteParser
     assert "= XTermParser(" in inspect.getsource(web_driver)

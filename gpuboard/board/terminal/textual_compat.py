@@ -24,8 +24,10 @@ from textual.command import CommandList, CommandPalette
 from textual.css.query import NoMatches
 from textual.driver import Driver
 from textual.drivers.linux_driver import LinuxDriver
+from textual.events import Key
 from textual.filter import LineFilter
 from textual.geometry import Region
+from textual.keys import Keys
 from textual.message import Message
 from textual.message_pump import MessagePump
 from textual.screen import Screen
@@ -273,6 +275,16 @@ class PasteParser(XTermParser):
                 kept += (text + found)[len(before) :]
             self._is_paste ^= bool(found)
         return kept
+
+    def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[Key]:
+        """Return the keys of a sequence; a key with an impossible number is ignored.
+
+        textual's raises an error, which ends the thread that reads keys.
+        """
+        try:
+            return [*super()._sequence_to_key_events(sequence, alt)]
+        except (ValueError, OverflowError):
+            return [Key(Keys.Ignore, sequence)]
 
 
 class ContinueHookDriver(LinuxDriver):
