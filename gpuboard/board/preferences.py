@@ -82,6 +82,9 @@ def load(env: Mapping[str, str]) -> tuple[Preferences, str | None]:
         kept = msgspec.structs.replace(kept, processes=ProcessOrder())
     if kept.span not in {span.name for span in SPANS}:
         kept = msgspec.structs.replace(kept, span=FIVE_MINUTES.name)
+    filters = {(one.rows, one.name): one for one in kept.filters}  # a name is chosen by: the last of two has it
+    if len(filters) < len(kept.filters):
+        kept = msgspec.structs.replace(kept, filters=tuple(filters.values()))
     return kept, None
 
 

@@ -96,6 +96,12 @@ def test_as_many_filters_as_can_be_saved_are_loaded(env: dict[str, str]) -> None
     assert preferences.load(env) == (Preferences(filters=tuple(filters)), None)
 
 
+def test_of_two_filters_with_one_name_the_last_is_loaded(env: dict[str, str]) -> None:
+    mine, leases, again = SavedFilter("mine", "a"), SavedFilter("mine", "b", "leases"), SavedFilter("mine", "c")
+    assert preferences.save(env, Preferences(filters=(mine, leases, again))) is None
+    assert preferences.load(env) == (Preferences(filters=(again, leases)), None)
+
+
 def test_of_two_boards_the_last_one_wins_and_the_file_is_always_whole(env: dict[str, str]) -> None:
     both = [Preferences(theme="a" * 3000), Preferences(theme="b")]
     preferences.save(env, both[0])
