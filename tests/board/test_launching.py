@@ -19,6 +19,7 @@ from gpuboard.board.dialogs.launch import LaunchDialog, open_launch
 from gpuboard.board.dialogs.launch_process import (
     FileProblems,
     LaunchForm,
+    StartedRun,
     Starter,
     arguments,
     check_command,
@@ -147,6 +148,11 @@ def test_a_state_folder_that_cannot_be_written_is_an_error(exp: Exp) -> None:
     starter = Starter(exp.nodes, exp.env | {"XDG_STATE_HOME": str(exp.folder / "file")})
     with pytest.raises(Exception, match=r"cannot write to .*: Not a directory"):
         starter.start(exp.form("end.py", n=1))
+
+
+def test_files_of_a_launch_that_cannot_be_removed_are_left() -> None:
+    with subprocess.Popen(["true"]) as process:
+        StartedRun("rabc", LaunchForm("true", "/"), process, Path("/dev/null/board")).clear()
 
 
 # By hand

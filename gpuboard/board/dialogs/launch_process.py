@@ -187,9 +187,10 @@ class StartedRun:
             self.process.send_signal(signal.SIGINT)
 
     def clear(self) -> None:
-        """Remove its files; the run's own folder stays."""
+        """Remove its files; the run's own folder stays. Those that cannot be removed are swept later."""
         for name in ("stderr", "nodes"):
-            self._file(name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._file(name).unlink()
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{self.run}.{name}"
