@@ -85,6 +85,12 @@ def test_what_is_typed_is_checked(tmp_path: Path) -> None:
     assert check_variables("'") == "the variables: no closing quotation"
 
 
+def test_a_text_that_takes_long_to_split_is_refused() -> None:
+    pasted = "gpu01:" * 170_000
+    assert check_command(pasted) == "the command: longer than 64 KiB"
+    assert check_variables(pasted) == "the variables: longer than 64 KiB"
+
+
 def test_nodes_that_no_configuration_has_are_handed_on(tmp_path: Path) -> None:
     nodes = demo_nodes(claims_dir=str(tmp_path))
     write_nodes(tmp_path / "nodes", nodes)

@@ -35,6 +35,7 @@ _OLD_S = 30 * 86400.0  # then left-over files of launches that survived their bo
 _NO_PYTHON = "--no-python"
 _BEFORE = {"module": ["-m"], "program": [_NO_PYTHON]}  # before a target of this kind
 _LINES = 8  # of the last output: longer than any of our error messages
+_TEXT_MOST = 64 << 10  # characters of a field: shlex takes 8 s for a pasted MB, at each look at it
 _MEANS = {
     3: "this cluster can never satisfy the request",
     4: "not free now",
@@ -139,6 +140,8 @@ def arguments(form: LaunchForm) -> list[str]:
 
 
 def _words(text: str, what: str) -> list[str]:
+    if len(text) > _TEXT_MOST:
+        raise UsageError(f"{what}: longer than {_TEXT_MOST >> 10} KiB")
     try:
         return shlex.split(text)
     except ValueError as error:
