@@ -198,7 +198,7 @@ def _exit_now(code: int) -> NoReturn:
     """Flush and exit without the interpreter's cleanup, which frees nothing that matters here.
 
     It takes 10 ms, 40 where asyncssh is loaded, and 100 after the board. One more interrupt exits at once: the
-    interpreter would end itself by the signal, and flush again into a pipe that nobody may read.
+    interpreter would end itself by the signal, and flush again into a pipe that may have no reader.
     """
     import signal
 

@@ -66,7 +66,7 @@ _BOOT = (
     "from gpuboard.keeper.daemon.main import main; main()"
 )
 
-# Processes that fork a keeper nobody waits for: the next start reaps them. A command that waited would take 20 ms more.
+# Processes that forked a keeper that is not needed. The next start reaps them: waiting for one takes 20 ms.
 _unreaped: set[int] = set()
 
 

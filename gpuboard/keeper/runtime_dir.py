@@ -324,7 +324,7 @@ def _fallback() -> str:
 
 
 def _name(home: str, folder: str, what: str) -> str:
-    return what if home == folder else f"{zlib.crc32(folder.encode('utf-8', 'surrogateescape')):08x}.{what}"
+    return what if home == folder else f"{zlib.crc32(os.fsencode(folder)):08x}.{what}"
 
 
 @contextmanager

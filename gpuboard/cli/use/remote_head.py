@@ -70,7 +70,7 @@ def lead_elsewhere(
 def _interrupting(head: RemoteHead) -> Iterator[None]:
     """Pass interrupts to ``head`` instead of raising them.
 
-    An exception could take the place of its last message, and leave a run that goes on there without a word about it.
+    An exception could take the place of its last message, and leave a run that goes on there unreported.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup

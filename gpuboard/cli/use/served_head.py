@@ -33,7 +33,7 @@ def serve_head(context: Context) -> int:
         report("interrupted")
     finally:
         if not served.left:
-            with uninterrupted():  # without an outcome the command says that this head was killed
+            with uninterrupted():  # else the command reports that this head was killed
                 served.ended(outcome)
     return int(outcome["exit_code"])
 

@@ -214,7 +214,7 @@ class Keeper:
                     kept = KeptLease(decode(json.load(file)), self.context)
             except FileNotFoundError:
                 continue  # a command has just released that lease
-            except OSError as error:  # of the disk or of this process: it may pass
+            except OSError as error:  # of the disk or of this process, perhaps a passing one
                 self.unread[name] = str(error)
                 if failed.get(name) != str(error):
                     log(f"{name}: {error.strerror}; no heartbeats until it can be read")

@@ -115,7 +115,7 @@ class ParamikoChannel:
             if not self._take(connection):
                 return None
             until = time.monotonic() + logins.timeout_s
-            limit = threading.Timer(logins.timeout_s, drop, [connection])  # exec_command has none of its own
+            limit = threading.Timer(logins.timeout_s, drop, [connection])  # exec_command has no limit
             limit.daemon = True
             limit.start()
             try:
