@@ -447,13 +447,7 @@ class BoardApp(CrashHookApp):
     def leave(self, code: int) -> None:
         if self.guard is not None:
             self.guard.leave(code)
-        if self._save_timer is not None and self._save_timer.is_alive():
-            self._save_timer.cancel()
-            last = threading.Thread(
-                target=preferences.save, args=(self.core.env, self.preferences, self._saved), daemon=True
-            )
-            last.start()
-            last.join(_LAST_SAVE_S)
+        self._save_rest()
         self.core.close()
         self.exit(code, return_code=code)
 
@@ -463,7 +457,18 @@ class BoardApp(CrashHookApp):
             self.notify(f"in a terminal: gpuboard {shlex.join(words)}", timeout=12, markup=False)
             return
         self.next = list(words)
+        self._save_rest()
         self.exit(0)
+
+    def _save_rest(self) -> None:
+        """Save preferences that were changed just now."""
+        if self._save_timer is not None and self._save_timer.is_alive():
+            self._save_timer.cancel()
+            last = threading.Thread(
+                target=preferences.save, args=(self.core.env, self.preferences, self._saved), daemon=True
+            )
+            last.start()
+            last.join(_LAST_SAVE_S)
 
     def on_crash(self, error: Exception) -> None:
         """End with one line that asks to report the bug."""

@@ -144,6 +144,14 @@ async def test_a_board_looks_as_it_did_when_it_was_left(tmp_path: Path) -> None:
         assert (again.theme, again.preferences.view) == ("light", left.view)
 
 
+async def test_what_was_chosen_just_before_a_restart_is_kept(tmp_path: Path) -> None:
+    async with board(make_core(tmp_path)) as (app, _):
+        app.may_restart = True
+        app.use_theme("light")
+        app.restart("board")
+        assert preferences.load(app.core.env) == (Preferences(theme="light"), None)
+
+
 async def test_an_unwritable_state_folder_is_reported_once(tmp_path: Path) -> None:
     core = make_core(tmp_path)
     (Path(core.env["XDG_STATE_HOME"])).write_text("a file where a folder should be")
