@@ -141,12 +141,13 @@ def test_the_reason_of_a_failed_launch_is_shown(exp: Exp, changes: dict[str, Any
     assert exp.entries() == []
 
 
-def test_an_agent_killed_before_its_hello_is_reported(exp: Exp) -> None:
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "signal 40")])
+def test_a_launch_that_is_killed_early_is_reported(exp: Exp, number: int, name: str) -> None:
     starter = Starter(exp.nodes, exp.env)
     started = starter.start(exp.form("sleep.py", n=1))  # however late it is killed, it is still there
-    started.process.kill()
+    started.process.send_signal(number)
     until(lambda: started.over, "the launch to end")
-    assert started.failure().endswith("gpuboard launch was killed by SIGKILL")
+    assert started.failure().endswith(f"gpuboard launch was killed by {name}")
 
 
 def test_a_state_folder_that_cannot_be_written_is_an_error(exp: Exp) -> None:

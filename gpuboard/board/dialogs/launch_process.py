@@ -178,10 +178,12 @@ class StartedRun:
 
     def failure(self) -> str:
         """Return why it ended without a run."""
+        from gpuboard.launch.causes.exits import signal_name  # late: it is rarely needed
+
         code = self.process.returncode
         words = "\n".join(self.messages)
         if code is not None and code < 0:
-            return f"{words}\ngpuboard launch was killed by {signal.Signals(-code).name}".strip()
+            return f"{words}\ngpuboard launch was killed by {signal_name(-code)}".strip()
         return words or f"gpuboard launch ended with exit code {code}: {_MEANS.get(code, 'no message')}"
 
     def cancel(self) -> None:
