@@ -161,8 +161,12 @@ def _names_other_nodes(argv: list[str], env: Mapping[str, str]) -> bool:
 def _fail_closed(stdout: int, argv: list[str], code: int, message: str) -> None:
     """Write the lines for the evaluating shell to ``stdout``.
 
-    For JSON: ``message``, or nothing where that is "" (already written).
+    For JSON: ``message``, or nothing where that is "" (already written). One more interrupt must not prevent them.
     """
+    import signal
+
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
     form = "shell"
     try:
         from gpuboard.leases.output.shell import fail_closed, requested_format

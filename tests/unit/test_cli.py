@@ -421,6 +421,27 @@ def test_interrupt_during_an_import_is_deferred(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
 
 
+def test_interrupts_while_a_command_fails_leave_the_lines_that_fail_closed(tmp_path: Path) -> None:
+    module = "gpuboard.leases.output.shell"
+    code = f"""
+import os, sys, {module} as shell
+requested = shell.requested_format
+def requested_format(argv):
+    for number in (1, 2, 15) if sys._getframe(1).f_code.co_name == "_fail_closed" else ():
+        os.kill(os.getpid(), number)
+    return requested(argv)
+shell.requested_format = requested_format
+from gpuboard.__main__ import main
+sys.argv[1:] = ["allocate", "--n", "0", "--format", "csh"]
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.startswith('setenv CUDA_VISIBLE_DEVICES ""')
+
+
 def test_config_checks_the_theme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
