@@ -230,6 +230,8 @@ async def test_nothing_can_be_changed(tmp_path: Path, day: Path) -> None:
                 assert len(app.screen_stack) == 2 + len(screen)
             offered = {one.binding.description for one in app.screen.active_bindings.values()}
             assert not offered & {"Reserve", "Launch", "Signal", "Release", "Renew", "Stop", "Watches"}
+            assert not lab.shown(app, "r reserves")
+            assert not lab.shown(app, "x launches")
             await pilot.press(*["escape"] * len(screen))
             await lab.settle(pilot, lambda: len(app.screen_stack) == 2)
         await pilot.press("question_mark")

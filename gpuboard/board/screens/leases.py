@@ -61,7 +61,8 @@ _BESIDE = {  # those of the list that are drawn beside the time line
         Column("marks", "Flags", 12, drop=3),
     )
 }
-_EMPTY = "No GPU is reserved.\n\nr reserves; to choose GPUs, mark them with space in the cluster view first."
+_EMPTY = "No GPU is reserved."
+_HOW = "r reserves; to choose GPUs, mark them with space in the cluster view first."
 _NO_MATCH = "No lease matches the filter.\nEscape clears it."
 _ORDERS = {"left": "time left", "owner": "owner", "gpus": "GPUs"}
 
@@ -99,9 +100,13 @@ class LeasesScreen(SortedScreen):
     def compose(self) -> ComposeResult:
         yield Lines(id="sums")
         yield self.filter_field()
-        yield Grid(_LIST, empty=_EMPTY, id="leases")
+        yield Grid(_LIST, empty=self._empty, id="leases")
         yield Lines(id="about")
         yield Footer()
+
+    @property
+    def _empty(self) -> str:
+        return _EMPTY if "reserve" in self.board.REFUSED else f"{_EMPTY}\n\n{_HOW}"
 
     def filter_rows(self) -> list[tuple[HeldLease]]:
         return [] if self.board.scene is None else [(one,) for one in held(self.board.scene)]
@@ -118,7 +123,7 @@ class LeasesScreen(SortedScreen):
             lines.append(((f"Not read, so leases there are not listed: {', '.join(unread)}", "warn"),))
         self.query_one("#sums", Lines).set_lines(lines)
         columns = self._columns(ordered, now)
-        self.grid.set_empty(_NO_MATCH if query and every else _EMPTY)
+        self.grid.set_empty(_NO_MATCH if query and every else self._empty)
         self.grid.set_columns(columns)
         self.grid.set_sort(self._order, self._down)
         self.grid.set_rows([self._row(one, columns, now) for one in ordered])

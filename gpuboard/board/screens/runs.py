@@ -56,6 +56,7 @@ _REASON = "stopped from the board"
 _EMPTY = """No runs yet.
 x launches one on selected GPUs, on a lease, or on the best free GPUs.
 In a shell: `gpuboard launch --n 2 train.py`."""
+_NOT_RECORDED = "A recording has no runs."
 _NO_MATCH = "No run matches the filter.\nEscape clears it."
 _LIST = (
     Column("run", "Run", 8),
@@ -230,7 +231,8 @@ class RunsScreen(FilteredScreen):
 
     def _draw(self) -> None:
         grid = self.grid
-        grid.set_empty(_NO_MATCH if self._entries else _EMPTY)
+        none = _NOT_RECORDED if "launch" in self.board.REFUSED else _EMPTY
+        grid.set_empty(_NO_MATCH if self._entries else none)
         now, query = time.time(), self.query_in_force
         if self._wanted in self._entries and not query.matches(self._entries[self._wanted]):
             self.clear_filter()
