@@ -46,8 +46,9 @@ cd {folder}; echo cancel >>asked; [ ! -e away ] || {{ echo "no controller" >&2; 
 # The controller does not answer, and accepts the job later.
 SBATCH = """#!/bin/sh
 cd {folder}
-env -u GPUBOARD_SUBMIT setsid sh -c 'until [ -e accept ]; do sleep 0.05; done; echo "12|PENDING|{name}" >jobs' &
-: >submitting; exec sleep 60
+env -u GPUBOARD_SUBMIT setsid sh -c '
+: >submitting; until [ -e accept ]; do sleep 0.05; done; echo "12|PENDING|{name}" >jobs; : >accepted' &
+exec sleep 60
 """
 
 
@@ -201,7 +202,7 @@ def test_a_job_that_is_accepted_after_its_submission_failed_is_cancelled(
     jobs = lab.folder / "jobs"
     jobs.write_text("")
     monkeypatch.setenv("PATH", f"{lab.folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm, "SUBMIT_S", 2.0)
+    monkeypatch.setattr(slurm, "SUBMIT_S", 4.0)
     monkeypatch.setattr(allocator, "new_id", lambda _: "k3f9xy")
     monkeypatch.setattr(allocator.SlurmAllocator, "_fit", lambda *_: (Fit(Shape(1, 1), ""), 60.0))
     env = lab.env | {"PATH": os.environ["PATH"]}
@@ -217,8 +218,8 @@ def test_a_job_that_is_accepted_after_its_submission_failed_is_cancelled(
         own.allocate(Request(n=1), Terms(60.0, identify(lab.holder.pid)))
     thread.join()
     (lab.folder / "accept").touch()
-    until(jobs.read_text, "the job is accepted")
-    until(lambda: not jobs.read_text(), "the keeper cancels it", 20.0)
+    until((lab.folder / "accepted").exists, "the job is accepted")
+    until(lambda: not jobs.read_text(), "the keeper cancels it")
     until(lambda: not lab.kept)
 
 
