@@ -165,9 +165,10 @@ writer.finish()
         read = b""
         while part := os.read(process.stdout.fileno(), 8192):
             read += part
-            process.send_signal(signal.SIGSTOP)  # the pipe is full: in the middle of a write
+            os.kill(process.pid, signal.SIGSTOP)  # the pipe is full: in the middle of a write
+            # Not send_signal(), which takes the exit status of a process that has ended.
             if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT):
-                process.send_signal(signal.SIGCONT)
+                os.kill(process.pid, signal.SIGCONT)
     assert read.decode().splitlines() == [f"{number:06d} {'x' * 80}" for number in range(20000)]
 
 
