@@ -130,11 +130,6 @@ class History:
         samples = self.past.records[0]
         return samples[-1].at if samples else 0.0
 
-    @property
-    def due_at(self) -> float:
-        """From when on ``add`` takes the next sample, in epoch seconds; -inf before the first."""
-        return self._due
-
     def of(self, uuid: str, span: Span = FIVE_MINUTES) -> Samples:
         """Return the samples of a GPU over ``span``, the unfinished bucket included; empty when there are none."""
         times, values = self._of(uuid, span)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from gpuboard.board.history import DAY, FIVE_MINUTES, HOUR, History
 from gpuboard.errors import GpuboardError
@@ -22,22 +22,20 @@ def past_before(recording: Recording, at: float, history: History) -> Iterator[N
         found = History()
         cursor = Cursor(recording)
         with contextlib.suppress(GpuboardError):
-            for moment in moments(recording, begin, at, found):
+            for moment in moments(recording, begin, at):
                 found.add(cursor.frame(moment).snapshot, moment)
                 yield
         history.load(found.past, max(at, history.newest_at))
         history.activity.load(found.activity)
 
 
-def _minutes(recording: Recording, begin: float, at: float, found: History) -> Iterator[float]:
-    # A sample at ``at``, where a bucket ends there, ends that bucket: samples are 1, 2 or 5 s apart.
-    moment = max(begin, math.ceil(recording.begin / 10) * 10.0)
-    while moment <= at:
-        yield moment
-        moment = max(found.due_at, moment + 1.0)  # a frame without GPUs is no sample
+def _minutes(recording: Recording, begin: float, at: float) -> Iterable[float]:
+    # A sample at ``at``, where a bucket ends there, ends that bucket: samples are 1 or 2 s apart.
+    first = max(begin, math.ceil(recording.begin / 10) * 10.0)
+    return (first + second for second in range(math.floor(at - first) + 1))
 
 
-def _hours(recording: Recording, begin: float, at: float, _: History) -> Iterator[float]:
+def _hours(recording: Recording, begin: float, at: float) -> Iterable[float]:
     yield from recording.key_moments(at - DAY.seconds, begin - HOUR.seconds)
     for number in reversed(range(int(HOUR.seconds / HOUR.bucket_s) + 1)):
         if (moment := begin - number * HOUR.bucket_s) >= recording.begin:
