@@ -31,7 +31,8 @@ from tests.integration.ranks_driver import carriers
 from tests.waiting import until
 
 HERE = Path(__file__).parent
-FRAME_S = 0.02  # longer than textual waits before it draws what has changed
+FRAME_S = 0.05  # within it textual draws what has changed: it does so 60 times a second
+MOST_FRAMES = 60  # an app that draws without end is as idle as it gets
 PARSED: dict[tuple[Any, ...], list[RuleSet]] = {}  # CSS that an app of this process has parsed
 TRIED: set[str] = set()  # ids of bindings whose action was run in this process
 IN_A_TERMINAL = {"app.interrupt", "app.suspend"}  # in a process of its own on a real terminal: test_robust.py
@@ -65,17 +66,23 @@ def take_note(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def whatever_is_done_has_taken_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a pilot continue when the app is idle, also after the next frame.
+    """Let a pilot continue when the app is idle: nothing is ready to run, and no frame is due.
 
-    textual's own takes a process that gets no CPU time for an idle one, and continues before the key.
+    A key may take several frames: a new layout, what is drawn with its sizes, and the rows of that. textual's own waits
+    for one of them, and takes a process that gets no CPU time for an idle one.
     """
 
     async def idle(*_: float) -> None:
-        ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]  # what would run in the next turn
-        for wait_s in (0.0, FRAME_S):
-            await asyncio.sleep(wait_s)
-            while ready:
+        loop: Any = asyncio.get_running_loop()
+        await asyncio.sleep(0)
+        for _frame in range(MOST_FRAMES):
+            while loop._ready:  # what would run in the next turn
                 await asyncio.sleep(0)
+            now = loop.time()
+            due = [timer.when() for timer in loop._scheduled if not timer.cancelled() and timer.when() - now < FRAME_S]
+            if not due:
+                break
+            await asyncio.sleep(max(due) - now)
 
     for module in (textual.app, textual.pilot):
         monkeypatch.setattr(module, "wait_for_idle", idle)
