@@ -44,8 +44,8 @@ def main() -> NoReturn:
             from gpuboard.cli.main import main as run_command
 
             _exit_now(run_command(argv))  # here: an interrupt while the command returns is raised by the next call
-        except KeyboardInterrupt:
-            _exit_now(130)
+        except KeyboardInterrupt:  # the command has flushed its output, or was interrupted before: nobody may read it
+            os._exit(130)
     code, message = 1, ""
     stdout = os.dup(1)  # for the shell that evaluates: the command may point stdout at /dev/null after an error
     gc.disable()  # 10 of 160 ms: everything that is created until the command's own code runs is there to stay

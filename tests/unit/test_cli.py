@@ -277,6 +277,25 @@ def test_interrupts_end_a_command_whose_output_nobody_reads() -> None:
     os.close(writing)
 
 
+def test_an_interrupt_while_another_one_is_handled_waits_for_no_reader() -> None:
+    script = """
+import sys
+import gpuboard.cli.main
+from gpuboard.__main__ import main
+def interrupted(argv):
+    sys.stdout.write("not read")
+    raise KeyboardInterrupt
+gpuboard.cli.main.main = interrupted
+sys.argv = ["gpuboard", "config"]
+main()
+"""
+    reading, writing = full_pipe()
+    done = subprocess.run([sys.executable, "-c", script], stdout=writing, stderr=subprocess.PIPE, timeout=60)
+    os.close(reading)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_full_disk_under_stdout_is_reported(unbuffered: str) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
