@@ -21,6 +21,7 @@ from textual.css.stylesheet import Stylesheet
 from textual.dom import DOMNode
 from textual.notifications import Notification, Notifications
 
+import gpuboard.board.app
 from gpuboard.board import keys
 from gpuboard.board.app import BoardApp
 from gpuboard.board.core import Core
@@ -113,6 +114,12 @@ def toasts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         return added(toasts, toast)
 
     monkeypatch.setattr(Notifications, "add", add)
+
+
+@pytest.fixture(autouse=True)
+def preferences_are_saved_when_a_board_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the last save however long it takes: the board gives up on a home that hangs."""
+    monkeypatch.setattr(gpuboard.board.app, "_LAST_SAVE_S", 60.0)
 
 
 @pytest.fixture(autouse=True)
