@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from textual.app import App
 from textual.events import MouseDown, MouseMove, MouseUp
+from textual.notifications import Notification
 from textual.pilot import Pilot
 from textual.widget import Widget
 
@@ -161,9 +162,14 @@ def shown(app: BoardApp, *words: str) -> bool:
     return all(word in text for word in words)
 
 
+def notifications(app: BoardApp) -> list[Notification]:
+    """Return all notifications so far; textual drops them after some seconds."""
+    return [*vars(app._notifications).get(EVERY, ())]
+
+
 def toasts(app: BoardApp) -> list[str]:
     """Return all notifications so far, as ``title: message``."""
-    return [f"{toast.title}: {toast.message}" for toast in vars(app._notifications).get(EVERY, ())]
+    return [f"{toast.title}: {toast.message}" for toast in notifications(app)]
 
 
 def told(app: BoardApp, *words: str) -> bool:

@@ -116,7 +116,7 @@ async def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, monke
         (tmp_path / "home" / "state").write_text("a file")
         toast = await saved(app, pilot, "ctrl+s")
         assert toast.startswith(": the screen was not saved: /proc/")
-        assert [note.severity for note in app._notifications] == ["error"]
+        assert [note.severity for note in lab.notifications(app)] == ["error"]
 
 
 async def test_a_list_is_copied_with_all_its_columns_as_tab_separated_text(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from gpuboard.board.screens.watches import Watch, WatchesScreen
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.launch.runs.folder import RankView, RunFolder, RunView, this_head
 from gpuboard.model.request import Request
-from tests.board.lab import screen, settle
+from tests.board.lab import screen, settle, told
 from tests.board.made import AT, busy, gpu, lease, node, scene, still
 from tests.board.test_help import choose
 
@@ -90,7 +90,7 @@ async def test_an_invalid_filter_shows_which_one_is_in_force(tmp_path: Path) -> 
         )
         await settle(pilot, lambda: "2 GPUs match user:alice" in screen(app))
         await pilot.press("ctrl+o")
-        await settle(pilot, lambda: any("no valid filter to save" in toast.message for toast in app._notifications))
+        await settle(pilot, lambda: told(app, "no valid filter to save"))
         await pilot.press("0", "G")
         await settle(pilot, lambda: "in force" not in screen(app))
         assert top(app).query_in_force.text == "user:alice mem>40G"
@@ -180,7 +180,7 @@ async def test_the_cursor_goes_to_a_new_run_that_a_filter_would_hide(tmp_path: P
 async def test_a_filter_is_saved_chosen_and_deleted_by_keys_and_by_the_mouse(tmp_path: Path) -> None:
     async with still(tmp_path, LAB, (160, 48)) as (app, pilot):
         await pilot.press("F")
-        await settle(pilot, lambda: any("no saved filters for GPUs" in toast.message for toast in app._notifications))
+        await settle(pilot, lambda: told(app, "no saved filters for GPUs"))
         for typed, name in (("user:alice", "alice's"), ("state:free", "free")):
             await pilot.press("slash", "ctrl+u", *typed, "ctrl+o")
             await settle(pilot, lambda: isinstance(app.screen, SaveFilter) and "Will save" in screen(app))

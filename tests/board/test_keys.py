@@ -15,7 +15,7 @@ from gpuboard.board import keys
 from gpuboard.board.screens.help import HelpScreen
 from gpuboard.config import Settings, load
 from gpuboard.errors import ConfigError
-from tests.board.lab import board, make_core, screen, settle
+from tests.board.lab import board, make_core, notifications, screen, settle
 
 keys.load_screens()
 
@@ -118,7 +118,7 @@ async def test_remapped_keys_work_are_shown_and_the_old_ones_no_longer_do_it(tmp
         "nosuch": {"thing": "x"},
     }
     async with board(make_core(tmp_path, settings=Settings(keys=config)), (200, 60)) as (app, pilot):
-        (toast,) = app._notifications
+        (toast,) = notifications(app)
         assert toast.message == "[keys] nosuch.thing: no such action; the help screen (?) lists the names"
         await pilot.press("question_mark", "f1", "q")
         assert app.is_running

@@ -14,7 +14,7 @@ from gpuboard.board import preferences
 from gpuboard.board.arrange import ViewState
 from gpuboard.board.filter.language import TEXT_MAX
 from gpuboard.board.preferences import Preferences, ProcessOrder, SavedFilter
-from tests.board.lab import board, make_core, settle
+from tests.board.lab import board, make_core, notifications, settle
 from tests.waiting import until
 
 OTHER = Preferences(
@@ -159,6 +159,6 @@ async def test_an_unwritable_state_folder_is_reported_once(tmp_path: Path) -> No
         for theme in ("light", "dark"):
             app.use_theme(theme)
             await settle(pilot, lambda: app._save_timer is not None and not app._save_timer.is_alive())
-        await settle(pilot, lambda: app._notifications)
-        messages = [toast.message for toast in app._notifications if "not saved" in toast.message]
+        await settle(pilot, lambda: notifications(app))
+        messages = [toast.message for toast in notifications(app) if "not saved" in toast.message]
         assert messages == [f"{preferences.path(core.env)}: Not a directory; sort, filter and theme were not saved"]

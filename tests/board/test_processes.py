@@ -45,7 +45,7 @@ def core_with(folder: Path, patch: pytest.MonkeyPatch, *gpus: tuple[int, ...]) -
 
 
 def notes(app: BoardApp) -> list[str]:
-    return [note.message for note in app._notifications]
+    return [note.message for note in lab.notifications(app)]
 
 
 async def choose(app: BoardApp, pilot: Pilot[int], key: str) -> None:

@@ -26,7 +26,7 @@ from gpuboard.board.theme.themes import BoardTheme
 from gpuboard.board.widgets.grid import Grid
 from gpuboard.board.widgets.pane import Pane
 from gpuboard.config import Settings
-from tests.board.lab import board, environment, make_core, screen, settle
+from tests.board.lab import board, environment, make_core, notifications, screen, settle
 from tests.board.made import busy, gpu, lease, node, scene, still
 
 OKABE_ITO = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#ffffff"}
@@ -292,7 +292,7 @@ async def test_one_toast_reports_bad_theme_files_and_an_unknown_theme(tmp_path: 
     (folder / "mine.toml").write_text("like = 'dark'\n[states]\nfree = '[/x]'\n")
     (folder / "worse.toml").write_text("=")
     async with board(core) as (app, _):
-        (toast,) = app._notifications
+        (toast,) = notifications(app)
         assert toast.message.splitlines()[0] == (
             "mine.toml: states.free = '[/x]' is not a colour; write #57d38c, ansi_green or a CSS name"
         )

@@ -52,7 +52,7 @@ async def test_three_choices_in_place_of_a_blank_screen(tmp_path: Path) -> None:
         await lab.settle(pilot, lambda: isinstance(app.screen, Choose))
         await pilot.press("enter")  # without a way to start another command, the toast names it
         await lab.settle(pilot, lambda: isinstance(app.screen, ClusterScreen))
-        assert [note.message for note in app._notifications] == ["in a terminal: gpuboard demo --board"]
+        assert [note.message for note in lab.notifications(app)] == ["in a terminal: gpuboard demo --board"]
         await made.next_scene(app, pilot, made.scene(BARE))
         assert isinstance(app.screen, ClusterScreen), "it is offered once"
 
