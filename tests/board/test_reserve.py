@@ -80,6 +80,7 @@ async def test_reserves_the_selected_gpus(tmp_path: Path, core: Core) -> None:
         assert ([gpu.index for gpu in lease.gpus], lease.mine) == ([0], True)
         assert 5300 < lease.remaining_s <= 5400
         assert lab.claims(tmp_path) == [f"{lease.id}: sim01-0"]
+        await lab.settle(pilot, lambda: lab.told(app, f"Reserved: {lease.id}"))
         [note] = [note for note in lab.notifications(app) if note.title == f"Reserved: {lease.id}"]
         assert note.message.endswith(f'eval "$(gpuboard env {lease.id} --node sim01)"')
         assert (tmp_path / "home/state/gpuboard/leases" / f"{lease.id}.json").exists()
