@@ -340,7 +340,10 @@ async def test_a_launch_that_is_given_up_leaves_nothing(exp: Exp, monkeypatch: p
         for left in ("at once", "later", "by going elsewhere"):
             open_launch(app)
             await lab.settle(pilot, lambda: isinstance(app.screen, LaunchDialog))
+            dialog = app.screen
+            assert isinstance(dialog, LaunchDialog)
             await fill_all(pilot, exp, "sleep.py", gpus="2")
+            await lab.settle(pilot, lambda dialog=dialog: not dialog._file_checks.busy)  # type: ignore[misc]
             with monkeypatch.context() as patch:
                 patch.setattr(subprocess, "Popen", Halted)
                 await pilot.press("enter", *["escape"] * (left == "at once"))
