@@ -99,6 +99,7 @@ def test_what_has_not_changed_is_not_read_again(env: dict[str, str]) -> None:
         assert len(book.read()) == 51
         assert read == []
         keep(env, msgspec.structs.replace(live, state="done"))
+        os.utime(folder / "state.json", (4e9, 4e9))  # just written, however slow this machine is
         assert book.read()[0].view.state == "done"
         assert [call["folder"].name for call in read] == ["rnew"]
     (folder / "state.json").unlink()
