@@ -262,11 +262,18 @@ for number in range(20000):
 
 
 def test_a_closed_pipe_does_not_end_the_run(tmp_path: Path) -> None:
-    script = "import time\nfor n in range(200):\n    print(n, flush=True)\n    time.sleep(0.005)\n"
+    script = """
+import os, time
+for n in range(200):
+    print(n, flush=True)
+    while n == 5 and not os.path.exists("closed"):
+        time.sleep(0.02)
+"""
     with Launch(tmp_path, script) as run:
         run.wait_for("5")
         assert run.process.stdout is not None
         run.process.stdout.close()
+        (tmp_path / "closed").touch()
         assert run.wait() == 0
         assert run.text["err"].count("gpuboard: stdout is closed, ") == 1
         assert (Path(run.view().folder) / "rank-1.out").read_text().splitlines()[-1] == "199"
