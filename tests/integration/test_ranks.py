@@ -97,7 +97,7 @@ def test_the_end_of_a_process_empties_the_node(folder: Path, victim: str) -> Non
         guard, supervisor, pids = family(here)
         os.kill(guard if victim == "guard" else supervisor, signal.SIGKILL)
         wait_dead(pids | {guard, supervisor})
-        told = [data["reason"] for data in here.data("stopping")]
+        told = here.wait(lambda n: [data["reason"] for data in n.data("stopping")])
         assert told == ["the guard process died" if victim == "guard" else "the supervisor was killed by signal 9"]
 
 
