@@ -286,14 +286,17 @@ def leave_a_thread(): threading.Thread(target=time.sleep, args=(0.3,)).start()
 def test_a_rank_that_runs_on_without_its_channel_is_told_from_one_that_ends(folder: Path) -> None:
     script = """
 import os, sys, time
-def execute(): os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(0.3); {}['missing']"])
-def close(): os.closerange(3, 1000); time.sleep(0.3)
+wait = "import os, time\\nwhile not os.path.exists('told'): time.sleep(0.02)\\n"
+def execute(): os.execv(sys.executable, [sys.executable, "-c", wait + "{}['missing']"])
+def close(): os.closerange(3, 1000); exec(wait)
 def leave_at_once(): os._exit(1)
 def fail(): raise ValueError
 (execute, close, leave_at_once, fail)[int(os.environ["RANK"])]()
 """
     with node(folder, script, count=4) as here:
         go(here)
+        here.wait(lambda n: len(n.data("disconnected")) == 2)
+        (folder / "told").touch()
         assert [end["code"] for end in here.wait_ended()] == [1, 0, 1, 1]
         assert sorted(told["rank"] for told in here.data("disconnected")) == [0, 1]
 
