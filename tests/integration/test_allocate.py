@@ -102,10 +102,22 @@ def test_every_shell_fails_closed(here: Here, name: str, args: list[str], code: 
         assert claims(here) == []
 
 
+# gpuboard as a program that waits for as long as the test takes: not for three seconds only.
+PATIENT = """
+from gpuboard.leases.claims import allocator
+allocator._LINGERS_READS = 10**6
+from gpuboard.__main__ import main
+main()
+"""
+
+
 def test_the_utilization_of_a_program_that_has_ended_is_waited_out(here: Here) -> None:
     """NVML still reports it for a second or two: the second of two launches in a script must not be refused."""
     here.gpus([Gpu(utilization=78)])
-    with here.start("allocate", "--n", "1", "--detach", "--for", "5m", "--format", "json") as process:
+    argv = [sys.executable, "-c", PATIENT, "allocate", "--n", "1", "--detach", "--for", "5m", "--format", "json"]
+    with subprocess.Popen(
+        argv, env=here.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    ) as process:
         assert process.stderr is not None
         assert "busy without a visible process" in process.stderr.readline()
         here.gpus([Gpu()])
