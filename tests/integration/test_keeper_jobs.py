@@ -43,13 +43,11 @@ CANCEL = """#!/bin/sh
 cd {folder}; echo cancel >>asked; [ ! -e away ] || {{ echo "no controller" >&2; exit 1; }}
 [ -e stuck ] || : >jobs
 """
-# The controller does not answer, and accepts the job later.
+# The controller does not answer, and accepts the job after the first query.
 SBATCH = """#!/bin/sh
-cd {folder}
-env -u GPUBOARD_SUBMIT setsid sh -c '
-: >submitting; until [ -e accept ]; do sleep 0.05; done; echo "12|PENDING|{name}" >jobs; : >accepted' &
-exec sleep 60
+: >{folder}/submitting; exec sleep 60
 """
+ACCEPT = LOOK + '[ -e accepted ] || {{ echo "12|PENDING|{name}" >jobs; : >accepted; }}\n'
 
 
 class Unqueried:
@@ -196,7 +194,7 @@ def test_release_waits_for_a_running_submission(lab: Lab) -> None:
 def test_a_job_that_is_accepted_after_its_submission_failed_is_cancelled(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    for name, text in (("sbatch", SBATCH), ("scancel", CANCEL), ("squeue", LOOK)):
+    for name, text in (("sbatch", SBATCH), ("scancel", CANCEL), ("squeue", ACCEPT)):
         (lab.folder / name).write_text(text.format(folder=lab.folder, name=NAME))
         (lab.folder / name).chmod(0o755)
     jobs = lab.folder / "jobs"
@@ -217,7 +215,6 @@ def test_a_job_that_is_accepted_after_its_submission_failed_is_cancelled(
     with pytest.raises(Uncertain), own:
         own.allocate(Request(n=1), Terms(60.0, identify(lab.holder.pid)))
     thread.join()
-    (lab.folder / "accept").touch()
     until((lab.folder / "accepted").exists, "the job is accepted")
     until(lambda: not jobs.read_text(), "the keeper cancels it")
     until(lambda: not lab.kept)
