@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpuboard.launch.runs.folder import read_runs
-from tests.integration.launch_lab import SLEEP, Launch
+from tests.integration.launch_lab import SLEEP, Launch, without_torch
 from tests.waiting import full_pipe, until
 
 # Ranks that count the SIGUSR1 they get, and end once the file `end` exists.
@@ -88,11 +88,12 @@ def test_a_detached_run_survives_its_terminal_and_can_be_attached(tmp_path: Path
 
 @pytest.mark.parametrize("end", ["fails", "interrupt", "killed"])
 def test_until_the_ranks_run_a_detached_launch_ends_like_an_attached_one(tmp_path: Path, end: str) -> None:
-    slow = "" if end == "fails" else "import os, time\nif 'RANK' in os.environ: time.sleep(600)\n"
-    (tmp_path / "fake").mkdir()
-    (tmp_path / "fake" / "sitecustomize.py").write_text(slow)
+    slow = "'1'" if end == "fails" else "'0', '1'"  # ranks that never run
+    options = without_torch(tmp_path)
+    text = f"import os, time\nif os.environ.get('RANK') in ({slow},): time.sleep(600)\n"
+    (tmp_path / "fake" / "sitecustomize.py").write_text(text)
     script = "raise ValueError('early')"
-    with Launch(tmp_path, script, "--detach", "--json", "--status-file", "status.json") as launch:
+    with Launch(tmp_path, script, "--detach", "--json", "--status-file", "status.json", *options) as launch:
         if end == "fails":
             assert launch.wait() == 1
             assert "ValueError: early at" in launch.text["err"]
