@@ -31,8 +31,7 @@ def lab(nodes: Cluster) -> Iterator[Cluster]:
         nodes[name].sshd(f"SetEnv XDG_STATE_HOME={STATE}")
     login = nodes["login1"]
     login.run(["mkdir", "-p", ".config/gpuboard"], check=True)
-    config = 'nodes = ["gpu0[1-2]"]\nconnect_timeout = "2s"\n'
-    login.run(["sh", "-c", "cat > .config/gpuboard/config.toml"], stdin=config, check=True)
+    login.run(["sh", "-c", "cat > .config/gpuboard/config.toml"], stdin='nodes = ["gpu0[1-2]"]\n', check=True)
     login.run(["sh", "-c", "cat > count.sh; chmod +x count.sh"], stdin=COUNT, check=True)
     yield nodes
 
@@ -51,9 +50,9 @@ def launched(host: Host, state: str | None = STATE) -> Iterator[Running]:
                 process.send_signal(signal.SIGKILL)
 
 
-def runs(login: Host, *words: str) -> tuple[int, list[dict[str, Any]], dict[str, str]]:
+def runs(login: Host, *words: str, **env: str) -> tuple[int, list[dict[str, Any]], dict[str, str]]:
     """Return the exit code of `gpuboard runs --json`, the runs and the failed nodes."""
-    done = login.run(["gpuboard", "runs", "--json", *words])
+    done = login.run(["gpuboard", "runs", "--json", *words], env=env)
     listed = json.loads(done.stdout)
     return done.returncode, listed["runs"], listed["failed"]
 
@@ -89,9 +88,10 @@ def test_a_run_on_a_node_is_listed_followed_explained_and_stopped(lab: Cluster) 
             assert logs.wait(60) == 0
         assert lines == [f"line {n}\n" for n in range(len(lines))], "nothing is lost or repeated"
     gpu01.unplug()
-    code, found, failed = runs(login, "--node", "gpu0[1-2]")
+    soon = {"GPUBOARD_CONNECT_TIMEOUT": "2s"}  # no node is reached any more
+    code, found, failed = runs(login, "--node", "gpu0[1-2]", **soon)
     assert (code, found, sorted(failed)) == (6, [], ["gpu01", "gpu02"])
-    done = login.run(["gpuboard", "stop", run, "--node", "gpu02"])
+    done = login.run(["gpuboard", "stop", run, "--node", "gpu02"], env=soon)
     assert done.returncode == 6
     assert "gpu02: " in done.stderr
 
