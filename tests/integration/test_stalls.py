@@ -100,9 +100,10 @@ def test_a_job_that_gpuboard_did_not_start_is_explained(tmp_path: Path) -> None:
         "def load():\n    open('python').read()\nif os.environ['RANK'] == '1':\n    load()\n"
         "print('up', flush=True)\ndistributed.barrier()\n"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    held = socket.socket()  # reserves the port: bound as torch binds it, without listening
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     by_hand = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
@@ -121,6 +122,7 @@ def test_a_job_that_gpuboard_did_not_start_is_explained(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.communicate()
+        held.close()
     gone = explain(by_hand, "--pid", str(ranks[0].pid), code=1)
     assert f"cannot inspect pid {ranks[0].pid}: there is no such process" in gone
 
