@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 from typing import Any
 
 import msgspec
 import pytest
 
 from gpuboard.agent.launch.network import REPLY_FACTOR
+from gpuboard.config import Settings
 from gpuboard.doctor import launch as doctor_launch
 from gpuboard.launch.causes.gpus import damaged
 from gpuboard.launch.plan import Device
@@ -22,16 +24,18 @@ from gpuboard.launch.preflight.checks import (
     preflight,
     skipped,
 )
-from gpuboard.launch.preflight.collect import failure
+from gpuboard.launch.preflight.collect import PreflightCalls, failure
 from gpuboard.launch.preflight.gpus import gpu_checks
 from gpuboard.launch.preflight.interfaces import preferred
+from gpuboard.launch.supervisors import CallReply, Supervisors
 from gpuboard.launch.timing import DEFAULT_TIMING
 from gpuboard.model.gpu import NodeState
 from gpuboard.model.rankmap import RankMap
-from gpuboard.model.replies import Detail, LaunchFacts, ProbeResult, TaskLimit
+from gpuboard.model.replies import Detail, LaunchFacts, ProbeResult, RanksStarted, TaskLimit
 from gpuboard.model.snapshot import GpuView, NodeView, ProcessView, Snapshot
 from gpuboard.transport.base import CallFailed, LinkLost
-from tests.unit.test_plan import MAP
+from gpuboard.transport.connector import Connector
+from tests.unit.test_plan import MAP, planned
 
 FACTS = LaunchFacts(
     python="/venv/bin/python",
@@ -494,3 +498,12 @@ def test_a_variable_that_selects_the_wrong_interface(
         [("interface", "gpu02", status)] if status else []
     )
     assert all(words in check_text(check) for check in found)
+
+
+def test_a_node_that_has_replied_is_not_waited_for() -> None:
+    plan = planned()
+    calls = PreflightCalls(plan, Supervisors(plan, {}, Connector(Settings()), queue.SimpleQueue()))
+    assert calls.waiting_for() == "gpu01, gpu02"
+    calls.take(CallReply("gpu01", "check", FACTS))
+    calls.take(CallReply("gpu01", "spawn", RanksStarted({})))
+    assert calls.waiting_for() == "gpu02"
