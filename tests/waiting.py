@@ -104,6 +104,11 @@ def alive(pid: int) -> bool:
         return False
 
 
+def stopped(pid: int) -> bool:
+    """Return whether a process is suspended; after SIGSTOP it is once it leaves an uninterruptible sleep."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def full_pipe() -> tuple[int, int]:
     """Return both ends of a pipe that takes nothing more."""
     reading, writing = os.pipe()

@@ -17,7 +17,7 @@ import pytest
 
 from gpuboard.keeper import client, runtime_dir
 from tests import nvml
-from tests.waiting import read_line, until
+from tests.waiting import read_line, stopped, until
 
 ROOT = Path(__file__).parents[2]
 TAKER = Path(__file__).with_name("keeper_taker.py")
@@ -144,11 +144,12 @@ class Lab:
         return int((self.place / "lock").read_text())
 
     def signal_keeper(self, number: int) -> int:
-        """Send a signal to the keeper and return its pid; after SIGKILL it accepts no connections."""
+        """Send a signal to the keeper and return its pid; it has ended or stopped after SIGKILL and SIGSTOP."""
         pid = self.keeper_pid()
         assert pid is not None
         os.kill(pid, number)
         until(lambda: number != signal.SIGKILL or self.keeper_pid() is None)
+        until(lambda: number != signal.SIGSTOP or stopped(pid))
         return pid
 
     def watched(self) -> set[int]:

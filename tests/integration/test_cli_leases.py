@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.here import Here
 from tests.nvml import GIB, Gpu
-from tests.waiting import until
+from tests.waiting import stopped, until
 
 
 def take(here: Here, *args: str) -> str:
@@ -201,6 +201,7 @@ def test_release_works_while_the_keeper_is_stopped(here: Here) -> None:
     [lock] = here.folder.glob(".local/state/gpuboard/keeper/*/lock")
     keeper = int(lock.read_text())
     os.kill(keeper, signal.SIGSTOP)
+    until(lambda: stopped(keeper))
     try:
         done = here.run("release", lease)
         left = list(here.needs_claims().iterdir())
