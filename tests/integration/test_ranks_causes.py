@@ -104,7 +104,7 @@ def killed():
     import multiprocessing, signal
     child = multiprocessing.get_context("fork").Process(target=signal.pause)
     child.start()
-    child.kill()
+    child.kill(); os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     received()
 
 def reaped():
