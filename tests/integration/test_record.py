@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 from gpuboard.model.units import iso
@@ -95,9 +96,12 @@ def test_bad_input(here: Here, tmp_path: Path) -> None:
 
 def test_ctrl_c_before_the_first_frame_leaves_no_file(here: Here, tmp_path: Path) -> None:
     file = tmp_path / "none.gz"
-    recording = here.start("record", str(file), "--nodes", "192.0.2.1")  # TEST-NET-1: no answer
-    until(file.exists, "it has begun")
-    recording.send_signal(signal.SIGINT)
-    _, err = recording.communicate(timeout=60)
+    here.config('connect_timeout = "10m"\n')
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections but never sends an ssh banner
+        here.ssh_config(f"Host mute\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n")
+        recording = here.start("record", str(file), "--nodes", "mute")
+        until(file.exists, "it has begun")
+        recording.send_signal(signal.SIGINT)
+        _, err = recording.communicate(timeout=60)
     assert (recording.returncode, file.exists()) == (130, False)
     assert "nothing was recorded" in err
