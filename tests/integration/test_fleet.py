@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gpuboard.cluster.feed import NodeFeed
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
@@ -120,11 +121,14 @@ def test_readings_come_each_tick_by_the_wall_clock_and_together() -> None:
         until(aligned, "ten in a row come with the ticks")
 
 
-def test_an_agent_that_ends_leaves_its_node_stale_and_comes_back() -> None:
+def test_an_agent_that_ends_leaves_its_node_stale_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, reopen = threading.Event(), NodeFeed._reopen
+    monkeypatch.setattr(NodeFeed, "_reopen", lambda feed, now: reopen(feed, now) if seen.is_set() else None)
     with local("a", "b", interval_s=0.3) as fleet:
         victim = own_agents()[0]
         os.kill(victim, signal.SIGKILL)
         until(lambda: any("killed by signal 9" in (n.error or "") for n in fleet.snapshot().nodes), "seen")
+        seen.set()
         until(lambda: all(n.error is None for n in fleet.snapshot().nodes), "it came back")
         assert victim not in own_agents()
 
