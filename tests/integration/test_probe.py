@@ -569,6 +569,7 @@ def test_the_nvml_process_ends_with_a_killed_agent_and_holds_no_connection(scrip
     write_script(script, [Gpu(trouble=("hang *",))])
     with Agent(script) as agent:
         agent.message()
+        agent.process.send_signal(signal.SIGSTOP)  # it would replace the process that hangs
         (child,) = agent.children()
         until(lambda: "libnvidia-ml" in Path(f"/proc/{child}/maps").read_text(), "it has loaded the library")
         links = {os.readlink(f"/proc/{child}/fd/{fd}") for fd in os.listdir(f"/proc/{child}/fd")}
