@@ -9,6 +9,7 @@ import resource
 import select
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -181,14 +182,16 @@ def test_a_head_without_end_costs_no_memory(serving: Serving, connect: Connect) 
 
 @on_the_port
 def test_refused_and_garbled_requests_are_a_few_lines_in_the_log(serving: Serving, connect: Connect) -> None:
+    began = time.monotonic()
     for number in range(200):
         assert b" 403 " in ask(connect, get(serving, f"/{number}"))
         assert b" 400 " in ask(connect, b"\x16\x03\x01\0\xee garbage\r\n\r\n")
     log_in(serving, connect)
     serving.stop()
+    minutes = int(time.monotonic() - began) // 60  # a kind of line is written again after each
     log = "".join(serving.said)
-    assert log.count("refused GET") == 1
-    assert len(serving.said) < 10
+    assert 1 <= log.count("refused GET") <= 1 + minutes
+    assert len(serving.said) < 10 + 2 * minutes
 
 
 def test_odd_names_and_targets_are_refused_with_a_reason(serving: Serving, connect: Connect) -> None:
