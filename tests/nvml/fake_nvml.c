@@ -191,6 +191,14 @@ static void load(void) {
     hide();
 }
 
+/* Re-reads the script, but not within 2 s after GPUs were counted: a reading begins with that and is of one script. */
+static struct timespec reading;
+static void reload(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (now.tv_sec - reading.tv_sec > 2) load();
+}
+
 static Trouble *find(int gpu, const char *function) {
     Trouble *list = gpu < 0 ? S.trouble : S.gpu[gpu].trouble;
     int count = gpu < 0 ? S.troubles : S.gpu[gpu].troubles;
@@ -211,7 +219,7 @@ static void join_freezer(void) {
 
 /* Called by every function: waits, hangs or fails according to the script. gpu < 0: the library as a whole. */
 static int enter(int gpu, const char *function) {
-    load();
+    reload();
     if (S.gpus < 0) return NO_DRIVER;
     for (;;) {
         if (gpu >= S.gpus) return LOST;
@@ -288,13 +296,15 @@ int nvmlSystemGetCudaDriverVersion(int *out) { return nvmlSystemGetCudaDriverVer
 
 int nvmlDeviceGetCount_v2(unsigned *out) {
     if (!initialized) return UNINITIALIZED;
+    load();
+    clock_gettime(CLOCK_MONOTONIC, &reading);
     int e = enter(-1, __func__);
     if (!e) *out = S.gpus;
     return e;
 }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **out) {
     if (!initialized) return UNINITIALIZED;
-    load();
+    reload();
     if ((int)index >= S.gpus) return INVALID;
     int e = enter(index, __func__);
     if (!e) *out = &slots[16 * index];
@@ -302,7 +312,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **out) {
 }
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **out) {
     if (!initialized) return UNINITIALIZED;
-    load();
+    reload();
     for (int i = 0; i < S.gpus; i++) {
         if (!strcmp(S.gpu[i].uuid, uuid)) { int e = enter(i, __func__); if (!e) *out = &slots[16 * i]; return e; }
         for (int k = 0; k < S.gpu[i].migs; k++)
@@ -312,7 +322,7 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, void **out) {
 }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *pci, void **out) {
     if (!initialized) return UNINITIALIZED;
-    load();
+    reload();
     for (int i = 0; i < S.gpus; i++)
         if (!strcasecmp(S.gpu[i].pci, pci)) { int e = enter(i, __func__); if (!e) *out = &slots[16 * i]; return e; }
     return NOT_FOUND;
