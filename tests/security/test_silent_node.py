@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,17 @@ pytestmark = pytest.mark.nodes
 SCOPE = ("--nodes", "gpu[01-03]")
 DETACHED = ("--detach", "--for", "10m", "--format", "json")
 DROP = "add rule inet t in tcp dport 22 drop"
+# A node's python3 whose first agent with a reading is stopped before the reading is sent.
+FALLS_SILENT = """#!/usr/bin/python3 -S
+import os, signal, subprocess, sys
+agent = subprocess.Popen(["/usr/bin/python3", *sys.argv[1:]], stdout=subprocess.PIPE)
+for line in agent.stdout:
+    if b'"t":"reading"' in line and not os.path.exists("/tmp/silent"):
+        os.kill(agent.pid, signal.SIGSTOP)
+        with open("/tmp/silent", "x"):
+            pass
+    os.write(1, line)
+"""
 
 
 def agents(host: Host) -> list[NodeProcess]:
@@ -44,12 +53,12 @@ def _is_agent(pid: int) -> bool:
     return b"python" not in Path(f"/proc/{parent}/cmdline").read_bytes().partition(b"\0")[0]
 
 
-def stop(host: Host) -> list[int]:
-    """Stop alice's agent there, which has given a reading."""
-    found = [process.pid for process in until(lambda: agents(host), "there is an agent that has given a reading")]
-    for pid in found:
-        os.kill(pid, signal.SIGSTOP)
-    return found
+def arm(lab: Cluster, name: str) -> None:
+    """Let alice's next agent there be stopped once it has given a reading."""
+    python = lab.home("alice") / "falls-silent"
+    python.write_text(FALLS_SILENT)
+    python.chmod(0o755)
+    lab[name].use_python(f"/srv/home/alice/{python.name}")
 
 
 def claims(host: Host) -> list[str]:
@@ -75,18 +84,13 @@ def result(process: Running) -> tuple[int, Any]:
     return process.returncode, json.loads(out)
 
 
-def hang(host: Host) -> Callable[[], None]:
-    """Stop the agent; return what lets it go on."""
-    stopped = stop(host)
-
-    def go_on() -> None:
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
-
-    return go_on
+def hang(host: Host) -> Callable[[], object]:
+    """Wait until the agent is stopped on a node that ``arm`` has prepared; return what lets it go on."""
+    until(host.path("/tmp/silent").exists, "an agent that has given a reading is stopped")
+    return lambda: host.run(["pkill", "-CONT", "python"])
 
 
-def drop(host: Host) -> Callable[[], None]:
+def drop(host: Host) -> Callable[[], object]:
     """Drop all packets to the node's sshd; return what ends that."""
     until(lambda: agents(host), "there is an agent that has given a reading")
     host.firewall(DROP)
@@ -94,7 +98,9 @@ def drop(host: Host) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("silence", [hang, drop])
-def test_allocate_goes_on_with_the_other_nodes(lab: Cluster, silence: Callable[[Host], Callable[[], None]]) -> None:
+def test_allocate_goes_on_with_the_other_nodes(lab: Cluster, silence: Callable[[Host], Callable[[], object]]) -> None:
+    if silence is hang:
+        arm(lab, "gpu01")
     with allocate(lab, "--n", "1") as process:
         end = silence(lab["gpu01"])
         watch = Stopwatch()
@@ -118,6 +124,7 @@ def test_allocate_goes_on_with_the_other_nodes(lab: Cluster, silence: Callable[[
 
 def test_all_or_nothing_over_several_nodes(lab: Cluster) -> None:
     """gpu02 is asked second: what gpu01 gave by then is given back, and no other set is there."""
+    arm(lab, "gpu02")
     with allocate(lab, "--n", "4") as process:
         end = hang(lab["gpu02"])
         code, answer = result(process)
@@ -130,6 +137,7 @@ def test_all_or_nothing_over_several_nodes(lab: Cluster) -> None:
 
 
 def test_a_node_that_is_only_slow_is_taken_where_no_other_can_serve(lab: Cluster) -> None:
+    arm(lab, "gpu01")
     with allocate(lab, "--n", "1", scope=("--nodes", "gpu01,gpu03")) as process:
         end = hang(lab["gpu01"])
         given_up_at = time.monotonic() + CALL_S + 2.0  # the take is sent within 2 s; it has until 10 s after that
@@ -146,6 +154,7 @@ def test_waiting_for_a_gpu_is_not_held_up(lab: Cluster) -> None:
     busy = lab["gpu01"].popen(["sleep", "600"], user="bob")
     for name in ("gpu01", "gpu02"):
         lab[name].script([Gpu(utilization=90)])
+    arm(lab, "gpu01")
     lab["gpu03"].script([Gpu(utilization=90)])
     with busy, allocate(lab, "--n", "1", "--wait", "2m") as process:
         end = hang(lab["gpu01"])
