@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpuboard.agent.event_loop import Loop
+from gpuboard.agent.event_loop import IN, Loop
 from gpuboard.agent.launch import CallRefused, network
 from tests.waiting import read_line
 
@@ -78,12 +78,16 @@ def test_a_path_that_delivers_small_packets_only_is_recognized() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     accepted = []
 
-    def answer() -> None:
+    def accept() -> None:
         caller, _ = listener.accept()
-        caller.send(network._mac(SECRET.encode(), caller.recv(64)[-16:]))
-        accepted.append(caller)  # the rest does not arrive
+        accepted.append(caller)
+        loop.watch(caller.fileno(), IN, lambda: answer(caller))
 
-    loop.after(0.0, answer)
+    def answer(caller: socket.socket) -> None:
+        caller.send(network._mac(SECRET.encode(), caller.recv(64)[-16:]))
+        loop.unwatch(caller.fileno())  # the rest does not arrive
+
+    loop.watch(listener.fileno(), IN, accept)
     port = listener.getsockname()[1]
     assert attempt(loop, [("127.0.0.1", port)], timeout_s=0.2)[port]["result"] == "small-only"
     for opened in [listener, *accepted]:
