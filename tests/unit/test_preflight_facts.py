@@ -20,7 +20,7 @@ def test_the_room_below_ulimit_u_counts_the_users_threads() -> None:
 import json, os, resource, sys, threading
 sys.path.insert(0, sys.argv[1])
 from gpuboard.agent.launch import preflight
-os.setuid(65534)
+os.setuid(40000 + os.getpid() % 20000)  # of no other process on this machine
 resource.setrlimit(resource.RLIMIT_NPROC, (1000, 1000))
 before, wait = preflight._tasks(), threading.Event()
 threads = [threading.Thread(target=wait.wait) for _ in range(5)]
