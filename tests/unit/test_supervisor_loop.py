@@ -48,13 +48,11 @@ def test_a_timer_of_a_signal_handler_is_never_lost() -> None:
     usual = signal.signal(signal.SIGALRM, handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0001)
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
+        while len(received) < 1000:
             loop.cancel(loop.after(60.0, lambda: None))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, usual)
-    assert len(received) > 10
     assert len(loop._timers) == len(received)
 
 
