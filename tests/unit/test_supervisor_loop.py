@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import time
@@ -160,6 +161,7 @@ def test_a_process_that_cannot_be_started_leaves_no_pipe(
     def fork() -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
+    gc.collect()  # files that other tests left open are closed now, not meanwhile
     before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fork", fork)
