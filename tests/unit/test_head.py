@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import pytest
 
 from gpuboard.cluster.inventory.nodes import Node
 from gpuboard.config import Settings
+from gpuboard.launch import head as module
 from gpuboard.launch.attempt.record import AttemptRecord
 from gpuboard.launch.attempt.requests import Requests
 from gpuboard.launch.events import Output
@@ -38,16 +40,17 @@ TIMING = HeadTiming(ping_s=0.1, cause_wait_s=0.2)
 
 
 class Inbox(queue.SimpleQueue[Any]):
-    """The inbox of a process that is suspended when idle; ``arrived`` comes in meanwhile."""
+    """The inbox of a process that is suspended when idle, by its clock ``now``; ``arrived`` comes in meanwhile."""
 
     def __init__(self, arrived: SupervisorEvent) -> None:
         super().__init__()
         self._arrived: SupervisorEvent | None = arrived
+        self.now = time.monotonic()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         if not self.empty() or self._arrived is None:
             return super().get(block, timeout)
-        time.sleep(TIMING.cause_wait_s + 0.1)
+        self.now += TIMING.cause_wait_s + 0.1
         self.put(self._arrived)
         self._arrived = None
         raise queue.Empty
@@ -94,13 +97,16 @@ def test_a_run_can_be_stopped_as_soon_as_it_is_seen(tmp_path: Path, end: Callabl
     assert ": stopped before the ranks were started" in err.getvalue()
 
 
-def test_a_resumed_head_reads_its_inbox_before_it_names_the_root_cause(tmp_path: Path) -> None:
+def test_a_resumed_head_reads_its_inbox_before_it_names_the_root_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
     screen = Screen(io.StringIO(), io.StringIO())
     folder, connector = RunFolder(env, "rabc"), Connector(Settings())
     head = Head(planned(), folder, screen, connector=connector, nodes={}, read_gpus=None, timing=TIMING)
     head._gate.opened = True
-    head._inbox = Inbox(SupervisorEvent("gpu01", BOOM))
+    head._inbox = inbox = Inbox(SupervisorEvent("gpu01", BOOM))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: inbox.now, time=time.time))
     head._inbox.put(SupervisorEvent("gpu02", RESET))
     head._pump(lambda: head._watch.cause is not None, None)
     assert [(verdict.rank, verdict.kind) for verdict in head.view().verdicts] == [(1, "raised")]
