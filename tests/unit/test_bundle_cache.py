@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuboard.transport.bundle_cache import KeptBundle
+from tests.waiting import until
 
 DATA = bytes(range(256)) * 8
 
@@ -38,7 +39,12 @@ def test_a_bundle_is_kept_for_the_owner_alone(source: Path) -> None:
 def test_a_source_that_has_changed_outdates_it(source: Path, keep_times: bool) -> None:
     KeptBundle("node", [source]).store(DATA)
     before = source.stat()
-    source.write_text("one = 2\n")
+
+    def written() -> bool:
+        source.write_text("one = 2\n")
+        return source.stat().st_mtime_ns > before.st_mtime_ns
+
+    until(written, "a step of the clock of files: 4 ms before Linux 6.13")
     if keep_times:
         os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert KeptBundle("node", [source]).load() is None
