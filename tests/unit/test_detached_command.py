@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from gpuboard.launch.output import Screen
 from gpuboard.launch.runs.folder import read_state, runs_dir, this_head
 from tests.unit.test_plan import planned
 from tests.unit.test_runs import view
+from tests.waiting import read_line
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,33 @@ def test_a_head_that_has_ended_already(sent: bytes, code: int, expected: bytes |
         assert WaitingCommand(pid, ours).wait() == expected
     if isinstance(expected, bytes):
         os.waitpid(pid, 0)
+
+
+def test_a_command_that_was_suspended_waits_on() -> None:
+    """As after ctrl-Z and fg, for longer than the interval of its loop."""
+    script = """
+import os, socket, sys
+from gpuboard.launch.detached.process import WaitingCommand
+print("up", flush=True)
+print(WaitingCommand(os.getpid(), socket.socket(fileno=int(sys.argv[1]))).wait())
+"""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = subprocess.Popen(
+            [sys.executable, "-c", script, str(ours.fileno())],
+            pass_fds=[ours.fileno()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert read_line(command) == "up\n"
+        for _ in range(5):
+            command.send_signal(signal.SIGSTOP)
+            time.sleep(0.2)
+            command.send_signal(signal.SIGCONT)
+            time.sleep(0.05)
+        theirs.sendall(b"{}\n")
+        assert command.communicate() == ("b'{}\\n'\n", "")
 
 
 def test_a_signal_that_arrives_with_the_config_reaches_the_head() -> None:

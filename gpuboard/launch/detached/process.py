@@ -34,13 +34,14 @@ class WaitingCommand:
         """Return the message with which the head detached, or the exit code of a head that ended before."""
         message = b""
         while not message.endswith(b"\n"):
-            received = signal.sigtimedwait(_FORWARDED, _POLL_S)
+            # Not its timeout: after a longer suspension (ctrl-Z, fg) it returns uninitialized memory.
+            received = signal.sigtimedwait(_FORWARDED, 0)
             # The kernel sends ctrl-C to the head too, which is in the same process group.
             if received is not None and received.si_code != SI_KERNEL:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, received.si_signo)
             # A head on another node leaves nothing to do here: end-of-file then comes right after the message.
-            while not message.endswith(b"\n") and select.select([self._connection], [], [], 0)[0]:
+            while not message.endswith(b"\n") and select.select([self._connection], [], [], _POLL_S)[0]:
                 data = self._connection.recv(65536)
                 if not data:  # the head has ended
                     return _exit_code(os.waitpid(self._pid, 0)[1])
