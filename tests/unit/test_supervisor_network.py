@@ -37,9 +37,9 @@ def test_results_of_connections() -> None:
     listener = network.listen("127.0.0.1", 0)
     answering.add(listener)
     port = listener.getsockname()[1]
-    closed = network.listen("127.0.0.1", 0)
+    closed = socket.socket()
+    closed.bind(("127.0.0.1", 0))  # it does not listen, and no other process can
     refused = closed.getsockname()[1]
-    closed.close()
     silent = socket.create_server(("127.0.0.1", 0))
     targets = [("127.0.0.1", port), ("127.0.0.1", refused), ("no-such-host.invalid", 9)]
     results = attempt(loop, targets, timeout_s=60.0) | attempt(loop, [("127.0.0.1", silent.getsockname()[1])])
@@ -49,6 +49,7 @@ def test_results_of_connections() -> None:
     assert attempt(loop, [("127.0.0.1", port)], secret="another run")[port]["result"] == "stranger"
     answering.stop()
     silent.close()
+    closed.close()
     assert attempt(loop, [("127.0.0.1", port)])[port]["result"] == "refused"
 
 
