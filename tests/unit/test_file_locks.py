@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,15 +54,14 @@ def test_locks_that_cannot_be_read_are_left_out() -> None:
 
 def test_a_number_that_two_locks_had_while_they_were_read_names_the_right_holder() -> None:
     """A lock was removed between two reads of /proc/locks, so that the numbers after it are one less."""
+    own = proc.read_process(os.getpid())
+    assert own is not None
     text = "1: FLOCK ADVISORY WRITE 7 fe:00:9 0 EOF\n" + "".join(
-        f"1: {waits}POSIX ADVISORY WRITE {pid} fe:00:12 0 EOF\n" for waits, pid in (("", 8), ("-> ", 999999998))
+        f"1: {waits}POSIX ADVISORY WRITE {pid} fe:00:12 0 EOF\n"
+        for waits, pid in (("", os.getpid()), ("-> ", 999999998))
     )
-    assert locks.awaited(999999998, locks.parse(text)) == {"file": "", "pid": 8, "name": _name(8), "waits": True}
-
-
-def _name(pid: int) -> str:
-    process = proc.read_process(pid)
-    return "" if process is None else process.name
+    found = {"file": "", "pid": os.getpid(), "name": own.name, "waits": True}
+    assert locks.awaited(999999998, locks.parse(text)) == found
 
 
 def test_a_database_that_another_process_has_locked_is_found(tmp_path: Path) -> None:
