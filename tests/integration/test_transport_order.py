@@ -20,7 +20,7 @@ from gpuboard.transport.connector import ssh_transport
 from gpuboard.transport.ssh import paramiko_login
 from gpuboard.transport.ssh.command_line import SshRoutes
 from tests.sshd import SSHD, Sshd, children
-from tests.waiting import until
+from tests.waiting import alive, until
 
 pytestmark = pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="needs sshd (openssh-server) and root")
 
@@ -234,21 +234,19 @@ def test_a_node_whose_turn_comes_during_the_end_does_not_disturb_it(
 
 
 @pytest.mark.parametrize("transport", ["asyncssh", "paramiko"])
-def test_a_proxy_command_that_hangs_ends_with_its_connection(sshd: Sshd, transport: str) -> None:
+def test_a_proxy_command_that_hangs_ends_with_its_connection(sshd: Sshd, tmp_path: Path, transport: str) -> None:
     """It does not read its input: the end of that alone would leave it, and another one at each retry."""
-    sshd.host("two", ProxyCommand="sleep 1000")
+    proxy, pid = tmp_path / "proxy", tmp_path / "pid"
+    proxy.write_text(f"#!/bin/sh\necho $$ >{pid}.new; mv {pid}.new {pid}; exec sleep 1000\n")
+    proxy.chmod(0o755)
+    sshd.host("two", ProxyCommand=proxy)
     short = Settings(ssh_config=str(sshd.ssh_config), transport=transport, connect_timeout="2s")
-
-    def proxies() -> list[int]:
-        found = [Path(f"/proc/{pid}/cmdline") for pid in children(os.getpid())]
-        return [int(file.parent.name) for file in found if file.exists() and file.read_bytes() == b"sleep\0001000\0"]
-
     with closing(ssh_transport(short)) as opened:
         seen = Listener()
         opened.open("two", "node", seen, "exec cat")
-        until(proxies, "it has started")
+        until(pid.exists, "it has started")
         until(lambda: seen.error is not None, "it has ended")
-        until(lambda: not proxies(), "and its proxy", 15)
+        until(lambda: not alive(int(pid.read_text())), "and its proxy", 15)
 
 
 @pytest.mark.parametrize("transport", ["asyncssh", "openssh", "paramiko"])
