@@ -26,6 +26,7 @@ from gpuboard.board.preferences import SavedFilter
 from gpuboard.board.scene import Scene
 from gpuboard.board.screens.welcome import NameNodes, WhyNone
 from gpuboard.board.theme.styles import ASCII
+from gpuboard.board.widgets.log_view import LogView
 from gpuboard.board.widgets.pane import Pane
 from gpuboard.config import Settings
 from gpuboard.launch.runs.folder import RankView
@@ -155,7 +156,16 @@ async def enter(app: BoardApp, pilot: Pilot[int], place: Place) -> None:
         for key in place.opened:
             await pilot.press(key)
             await settle(pilot, lambda key=key: key not in AFTER or AFTER[key] in screen(app))  # type: ignore[misc]
-    await settle(pilot, lambda: place.word in screen(app))
+    await settle(pilot, lambda: place.word in screen(app) and logs_are_read(app))
+
+
+def logs_are_read(app: BoardApp) -> bool:
+    """Return whether all logs on the screen have been read, for the room that the empty ones, of one row, leave."""
+    views = [view for one in app.screen_stack for view in one.query(LogView) if view._file is not None and view.size]
+    return all(
+        view.size.height == 1 if view.gone else view._shown is not None and view._shown[0] == view.window
+        for view in views
+    )
 
 
 @asynccontextmanager
