@@ -44,7 +44,7 @@ def main() -> NoReturn:
             from gpuboard.cli.main import main as run_command
 
             _exit_now(run_command(argv))  # here: an interrupt while the command returns is raised by the next call
-        except KeyboardInterrupt:  # the command has flushed its output, or was interrupted before: nobody may read it
+        except KeyboardInterrupt:  # the command has flushed its output, or was interrupted before: a flush may block
             os._exit(130)
     code, message = 1, ""
     stdout = os.dup(1)  # for the shell that evaluates: the command may point stdout at /dev/null after an error
