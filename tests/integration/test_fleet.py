@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpuboard.cluster.feed import NodeFeed
 from gpuboard.cluster.fleet import Fleet
 from gpuboard.cluster.inventory.nodes import Node
+from gpuboard.cluster.timing import TIMING, FleetTiming
 from gpuboard.config import Settings
 from gpuboard.model.replies import ReleasedClaims, Touched
 from gpuboard.model.snapshot import NodeView, Snapshot
@@ -44,11 +44,13 @@ def agents_of_other_files() -> None:
 
 
 @contextlib.contextmanager
-def local(*names: str, interval_s: float | None = None, one_shot: bool = True) -> Iterator[Fleet]:
+def local(
+    *names: str, interval_s: float | None = None, one_shot: bool = True, timing: FleetTiming = TIMING
+) -> Iterator[Fleet]:
     """A started fleet of simulated nodes on this machine, whose agents are the only ones below us."""
     until(lambda: not own_agents(), "the agents of the fleet before have ended")
     nodes = [Node(name, None, simulate={**SIMULATED, "cluster": f"test-{os.getpid()}"}) for name in names]
-    fleet = Fleet(nodes, Settings(), interval_s=interval_s, one_shot=one_shot)
+    fleet = Fleet(nodes, Settings(), interval_s=interval_s, one_shot=one_shot, timing=timing)
     try:
         fleet.start()
         fleet.wait(60)
@@ -121,16 +123,19 @@ def test_readings_come_each_tick_by_the_wall_clock_and_together() -> None:
         until(aligned, "ten in a row come with the ticks")
 
 
-def test_an_agent_that_ends_leaves_its_node_stale_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, reopen = threading.Event(), NodeFeed._reopen
-    monkeypatch.setattr(NodeFeed, "_reopen", lambda feed, now: reopen(feed, now) if seen.is_set() else None)
+def test_a_node_whose_agent_has_ended_has_the_reason() -> None:
+    patient = FleetTiming(backoff_first_s=3600.0, backoff_most_s=3600.0)  # it is not connected again meanwhile
+    with local("a", "b", interval_s=0.3, timing=patient) as fleet:
+        os.kill(own_agents()[0], signal.SIGKILL)
+        until(lambda: any("killed by signal 9" in (n.error or "") for n in fleet.snapshot().nodes), "seen")
+
+
+def test_a_node_whose_agent_has_ended_gets_another_one() -> None:
     with local("a", "b", interval_s=0.3) as fleet:
         victim = own_agents()[0]
         os.kill(victim, signal.SIGKILL)
-        until(lambda: any("killed by signal 9" in (n.error or "") for n in fleet.snapshot().nodes), "seen")
-        seen.set()
+        until(lambda: len(own_agents()) == 2 and victim not in own_agents(), "it is replaced")
         until(lambda: all(n.error is None for n in fleet.snapshot().nodes), "it came back")
-        assert victim not in own_agents()
 
 
 def test_a_stopped_agent_is_stale_then_unknown_and_the_other_goes_on() -> None:
