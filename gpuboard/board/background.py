@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
+from gpuboard.board.terminal.textual_compat import is_open
 from gpuboard.errors import GpuboardError
 
 if TYPE_CHECKING:
-    from textual.message_pump import MessagePump
+    from textual.dom import DOMNode
 
     from gpuboard.board.app import BoardApp
 
@@ -18,9 +19,12 @@ REST = 9  # pause after work whose thread competes with the UI for Python's lock
 
 
 class Background(Generic[T]):
-    """Runs ``work`` in a thread, one piece at a time. All methods and callbacks run in the UI's thread."""
+    """Runs ``work`` in a thread, one piece at a time. All methods and callbacks run in the UI's thread.
 
-    def __init__(self, owner: MessagePump, *, rest: float = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    Once the owner has been closed, no callback is called.
+    """
+
+    def __init__(self, owner: DOMNode, *, rest: float = 0, clock: Callable[[], float] = time.monotonic) -> None:
         """``owner``: the app or one of its widgets. ``rest``: length of the pause after work, as a multiple of it."""
         self._owner = owner
         self._rest = rest
@@ -56,6 +60,8 @@ class Background(Generic[T]):
             now = self._clock()
             self._rest_until = now + self._rest * (now - began)
             self.busy = False
+            if not is_open(self._owner):
+                return
             callback()
             if not self.busy and (waiting := self._again) is not None:
                 self._again = None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
+
+from textual.screen import Screen
 
 from gpuboard.board.background import Background
 from gpuboard.errors import GpuboardError
@@ -46,6 +49,29 @@ async def test_an_error_ends_the_work_and_is_shown_once(tmp_path: Path) -> None:
             work.ask(fail, values.append, failed)
             await lab.settle(pilot, lambda: not work.busy)
         assert (lab.toasts(app), failures, values) == ([": no such folder"], ["no such folder"], [])
+
+
+class Answered(Screen[None]):
+    """Is answered while it is removed: its widgets have gone, and it is still attached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: Background[bool] = Background(self)
+        self.removed = threading.Event()
+        self.answers: list[bool] = []
+
+    async def on_unmount(self) -> None:
+        self.removed.set()
+        while self.work.busy:
+            await asyncio.sleep(0)
+
+
+async def test_a_screen_that_is_being_removed_is_not_called_back(tmp_path: Path) -> None:
+    screen = Answered()
+    async with made.still(tmp_path, EMPTY) as (app, _):
+        await app.push_screen(screen)
+        screen.work.ask(lambda: screen.removed.wait(60), screen.answers.append)
+    assert (screen.work.busy, screen.answers) == (False, [])
 
 
 async def test_a_pause_in_proportion_to_the_work(tmp_path: Path) -> None:

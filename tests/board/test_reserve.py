@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from gpuboard.board.dialogs.reserve import ReserveDialog, open_reserve
 from gpuboard.board.operations import Attempt
 from gpuboard.cluster.simulated import demo_nodes
 from gpuboard.config import Settings
-from gpuboard.errors import Interrupted
+from gpuboard.errors import GpuboardError, Interrupted
 from gpuboard.keeper.client import Handover
 from gpuboard.leases.output.formats import Allocation
 from gpuboard.model.request import Request
@@ -232,6 +234,34 @@ async def test_a_keeper_that_fails_at_the_end_is_reported(
         await lab.settle(pilot, lambda: lab.told(app, "Not reserved: the keeper has ended"))
         await lab.settle(pilot, lambda: lab.claims(tmp_path) == [])
         assert len(app.screen_stack) == 2
+
+
+async def test_an_answer_that_comes_while_the_dialog_is_removed_is_reported(
+    tmp_path: Path, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = threading.Event()
+    lost = GpuboardError("sim01: connection lost")
+    shown: list[GpuboardError] = []
+
+    def reserve(*_: object) -> Allocation:
+        removed.wait(60)
+        raise lost
+
+    async with lab.board(core) as (app, pilot):
+
+        async def answered(_: ReserveDialog) -> None:  # its widgets have gone before it
+            removed.set()
+            while not shown and app.return_code is None:
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(ReserveDialog, "on_unmount", answered, raising=False)
+        monkeypatch.setattr(core.operations, "reserve", reserve)
+        monkeypatch.setattr(app, "show_error", shown.append)
+        await open_for(app, pilot, [])
+        await lab.settle(pilot, lambda: lab.shown(app, "Will reserve"))
+        await pilot.press("enter")
+        await lab.settle(pilot, lambda: lab.shown(app, "Reserving"))
+    assert shown == [lost]
 
 
 async def test_quitting_releases_a_reservation_in_progress(tmp_path: Path, core: Core) -> None:

@@ -299,6 +299,45 @@ async def test_a_screen_closes_but_is_not_closing_before_it_runs() -> None:
         assert compat.is_closing(screen)
 
 
+class Leaving(Screen[None]):
+    """Looks, while it is removed, at what it still has."""
+
+    def __init__(self, seen: list[tuple[bool, bool, bool]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def compose(self) -> ComposeResult:
+        yield Label()
+
+    def look(self) -> None:
+        self.seen.append((self.is_attached, bool(self.query(Label)), compat.is_open(self)))
+
+    def on_unmount(self) -> None:
+        self.look()
+
+
+async def test_a_screen_is_open_until_its_widgets_are_removed() -> None:
+    seen: list[tuple[bool, bool, bool]] = []
+    app: App[int] = App()
+    async with app.run_test() as pilot:
+        below, above = Leaving(seen), Leaving(seen)
+        assert not compat.is_open(below)
+        await app.push_screen(below)
+        await app.push_screen(above)
+        below.look()
+        above.look()
+        done = app.pop_screen()
+        above.look()  # closed, and not removed yet
+        await done
+        above.look()
+        assert (compat.is_open(app), compat.is_open(below)) == (True, True)
+        await pilot.pause()
+    below.look()
+    assert not compat.is_open(app)
+    whole, closed, apart, gone = (True, True, True), (True, True, False), (True, False, False), (False, False, False)
+    assert seen == [whole, whole, closed, apart, gone, apart, gone]
+
+
 def test_the_first_unhandled_exception_goes_to_the_hook() -> None:
     class Crashing(compat.CrashHookApp):
         crashes: list[Exception] = []  # noqa: RUF012
@@ -379,7 +418,9 @@ def test_an_escape_is_undecided_until_its_time_has_passed() -> None:
 
 def test_no_other_module_uses_private_attributes_of_textual() -> None:
     drivers, widgets = "_driver|_app|_key_thread|_loop|_must_signal_resume", "_compositor|_bindings|_layout_updates"
-    private = re.compile(rf"\.(_exception|_closing|{drivers}|{widgets})\b")
-    files = Path(gpuboard.board.__file__).parent.rglob("*.py")
+    private = re.compile(rf"\.(_exception|_closing|_pruning|{drivers}|{widgets})\b")
+    files = [*Path(gpuboard.board.__file__).parent.rglob("*.py")]
     found = {file.name for file in files if private.search(file.read_text())}
     assert found == {"textual_compat.py"}
+    attached = {file.name for file in files if ".is_attached" in file.read_text()}
+    assert attached == {"textual_compat.py"}  # the others ask ``is_open``

@@ -358,7 +358,7 @@ class Dialog(Box[T]):
         """Run ``work`` beside the UI with the fields disabled; then call ``done``, or show the error."""
 
         def failed(error: GpuboardError) -> None:
-            if self.is_attached:
+            if self.is_open:
                 self.set_busy(False)
                 self.show_message(str(error), "bad")
 

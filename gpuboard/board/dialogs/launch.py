@@ -104,7 +104,7 @@ class LaunchDialog(Dialog[str]):
             ],
             verb="Launch",
         )  # fmt: skip
-        self._planner = Planner(board, self._answered)
+        self._planner = Planner(self, self._answered)
         self._files = FileProblems("", "")  # result of the last check
         self._file_checks: Background[FileProblems] = Background(self)
         self._run_checks: Background[tuple[bool, RunEntry | None, list[str], str]] = Background(self)
@@ -130,12 +130,11 @@ class LaunchDialog(Dialog[str]):
             return
 
         def then(files: FileProblems) -> None:
-            if self.is_attached:
-                self._files = files
-                self._checked()
-                self._look_at_files()
-                if self._wanted and not self._file_checks.busy:
-                    self.action_commit()
+            self._files = files
+            self._checked()
+            self._look_at_files()
+            if self._wanted and not self._file_checks.busy:
+                self.action_commit()
 
         self._file_checks.ask(lambda: check_files(command, folder), then)
 
@@ -186,7 +185,7 @@ class LaunchDialog(Dialog[str]):
         return request_form.request_of(values, self._marked)
 
     def _answered(self, request: Request, answer: Answer) -> None:
-        if not self.is_attached or self.busy:
+        if self.busy:
             return
         values = self.values
         if not (self._which(values["gpus"]) or self._lease(values["gpus"])) and request == self._request(values):
@@ -242,11 +241,11 @@ class LaunchDialog(Dialog[str]):
 
         def started(launch: StartedRun) -> None:
             board.follower.follow()
-            if self not in board.screen_stack:  # it has been left; it may be attached a little longer
+            if self not in board.screen_stack:  # it has been left
                 _cancel(launch)
-                return
-            self._started = launch
-            self._timer = self.set_interval(_POLL_S, self._wait)
+            elif self.is_open:  # else the board ends, and the run goes on if it is to be kept
+                self._started = launch
+                self._timer = self.set_interval(_POLL_S, self._wait)
 
         board.ask(lambda: self._start(board, form), started, lambda error: self._failed(str(error)))
 
@@ -269,7 +268,7 @@ class LaunchDialog(Dialog[str]):
 
         def then(found: tuple[bool, RunEntry | None, list[str], str]) -> None:
             over, entry, messages, failure = found
-            if not self.is_attached or self._started is not started:
+            if self._started is not started:
                 return
             if entry is not None:
                 self._leave()
@@ -289,7 +288,7 @@ class LaunchDialog(Dialog[str]):
         self._started = None
 
     def _failed(self, words: str) -> None:
-        if self.is_attached:
+        if self.is_open:
             self._before = Text.assemble(
                 ("Not launched: ", self.board.look.style("bad")), request_form.plain(words), "\n"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.text import Text
 
@@ -14,7 +14,6 @@ from gpuboard.board.dialogs.request_form import gpus_words, plain, refusal_words
 from gpuboard.model.request import Choice, Refusal, Request
 
 if TYPE_CHECKING:
-    from gpuboard.board.app import BoardApp
     from gpuboard.board.scene import Scene
     from gpuboard.board.theme.styles import Look
     from gpuboard.model.snapshot import Snapshot
@@ -28,16 +27,16 @@ class Planner:
 
     def __init__(
         self,
-        board: BoardApp,
+        dialog: Dialog[Any],
         answered: Callable[[Request, Answer], None],
         plan: Callable[[Request, Snapshot], Choice | Refusal] | None = None,
     ) -> None:
         """``plan``: answers in place of the ledger."""
-        self._board = board
+        self._board = dialog.board
         self._answered = answered
-        self._plan = plan or board.core.operations.plan
+        self._plan = plan or self._board.core.operations.plan
         self._newest: Request | None = None
-        self._background: Background[Answer] = Background(board, rest=REST)
+        self._background: Background[Answer] = Background(dialog, rest=REST)
 
     def look(self, request: Request | None) -> None:
         """Ask for the newest request: it replaces one that still waits for its turn. None: ask for nothing."""
@@ -71,7 +70,7 @@ class PlannedDialog(Dialog[T]):
     ) -> None:
         """``plan``: answers in place of the ledger."""
         super().__init__(title, fields, verb=verb)
-        self._planner = Planner(self.board, self._answered, plan)
+        self._planner = Planner(self, self._answered, plan)
         self._seen: tuple[Request, Answer] | None = None  # the newest answer and its request
         self._wanted: Request | None = None  # to commit as soon as its answer arrives
 
@@ -108,7 +107,7 @@ class PlannedDialog(Dialog[T]):
         return None
 
     def _answered(self, request: Request, answer: Answer) -> None:
-        if not self.is_attached or self.busy or request != self.request():
+        if self.busy or request != self.request():
             return
         self._seen = request, answer
         self.refused = not self.show_answer(answer)

@@ -115,7 +115,7 @@ class ReserveDialog(PlannedDialog[Allocation]):
         """Show why it failed, and find the next best set of the same size."""
         if self._attempt.cancelled:
             return
-        if not self.is_attached:
+        if not self.is_open:
             board.show_error(error)
             return
         words = request_form.refusal_words(error.refusal)[0] if isinstance(error, Refused) else str(error)
@@ -131,7 +131,7 @@ class ReserveDialog(PlannedDialog[Allocation]):
         instead = Request(n=len(choice.gpus), model=names.pop() if len(names) == 1 else None)
 
         def found(answer: Choice | Refusal) -> None:
-            if isinstance(answer, Choice) and self.is_attached:
+            if isinstance(answer, Choice) and self.is_open:
                 text = request_form.places_words(answer.gpus)
                 self._marked[text] = tuple(Pick(gpu.node, None, gpu.uuid) for gpu in answer.gpus)
                 self.put("gpus", text)
@@ -140,7 +140,7 @@ class ReserveDialog(PlannedDialog[Allocation]):
         board.ask(lambda: board.core.operations.plan(instead), found, lambda _: self._retry(words))
 
     def _retry(self, words: str) -> None:
-        if not self.is_attached:
+        if not self.is_open:
             return
         look = self.board.look
         self._before = Text.assemble(("Not reserved: ", look.style("bad")), words, "\n")

@@ -41,7 +41,7 @@ class BoardScreen(OnBoard, Screen[None]):
         self._notice: Notice | None = None  # once it is mounted
 
     def on_mount(self) -> None:
-        if self.NOTICE and self.is_attached:  # false where it was closed before it was drawn
+        if self.NOTICE and self.is_open:  # false where it was closed before it was drawn
             self._notice = Notice()
             self.mount(self._notice, before=0)
 

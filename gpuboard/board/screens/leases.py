@@ -344,7 +344,7 @@ class RenewDialog(Dialog[str]):
         def done(_: None) -> None:
             now = time.time()
             board.notify(f"until {local(now + for_s, now)}", title=f"Renewed: {lease}", markup=False)
-            if self.is_attached:
+            if self.is_open:
                 self.dismiss(lease)
 
         self.work(lambda: board.core.operations.renew(lease, for_s), done)

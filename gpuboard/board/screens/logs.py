@@ -142,8 +142,6 @@ class LogScreen(BoardScreen):
 
         def then(found: tuple[RunEntry | None, str]) -> None:
             entry, trouble = found
-            if not self.is_attached:
-                return
             self._entry = entry or self._entry
             self._head()
             self._show_line("#trouble", trouble, "warn")

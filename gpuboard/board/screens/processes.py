@@ -152,7 +152,7 @@ class ProcessesScreen(SortedScreen):
             return {lease: view.id for lease, view in by_lease(views).items()}
 
         def read(runs: dict[str, str]) -> None:
-            if self.is_attached and runs != self._runs:
+            if runs != self._runs:
                 self._runs = runs
                 self.redraw()
 

@@ -218,8 +218,6 @@ class RunsScreen(FilteredScreen):
         self._background.ask(work, lambda found: self._seen(*found), again=self._look)
 
     def _seen(self, entries: list[RunEntry], detail: tuple[str, RunDetail] | None) -> None:
-        if not self.is_attached or not self.query(Grid):  # the board ends: the list goes before its screen
-            return
         self._entries = {entry.view.id: entry for entry in entries}
         self._detail = detail
         going = {run for run, entry in self._entries.items() if entry.live}
@@ -434,7 +432,7 @@ class RunsScreen(FilteredScreen):
             self._explained.pop(view.id, None)
             if found is not None:
                 self._explained[view.id] = Explained(state, time.monotonic(), found)
-            if self.is_attached:
+            if self.is_open:
                 self._draw_detail()
 
         def failed(error: GpuboardError) -> None:

@@ -206,7 +206,7 @@ class WatchDialog(PlannedDialog[Watch]):
 
         def known(runs: frozenset[str]) -> None:
             self._runs = runs
-            if self.is_attached:
+            if self.is_open:
                 self.check()
 
         self.board.ask(lambda: frozenset(run.view.id for run in runbook.read() if run.live), known)

@@ -85,7 +85,7 @@ class NameNodes(Dialog[bool]):
                 keep_nodes(board.core.env, text)
 
         def done(_: None) -> None:
-            if self.is_attached:
+            if self.is_open:
                 self.dismiss(True)
                 board.restart("board", *(() if keep else ("--nodes", text)))
 

@@ -22,6 +22,7 @@ from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XT
 from textual.app import App
 from textual.command import CommandList, CommandPalette
 from textual.css.query import NoMatches
+from textual.dom import DOMNode
 from textual.driver import Driver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.events import Key
@@ -62,6 +63,16 @@ def screen_text(app: App[Any]) -> str:
 def is_closing(pump: MessagePump) -> bool:
     """Return whether a widget, screen or app handles no further messages. ``is_running`` is false before it starts."""
     return pump._closing
+
+
+def is_open(node: DOMNode) -> bool:
+    """Return whether a screen or widget is shown, or hidden by another screen; for the app, whether it runs.
+
+    textual removes the widgets of a screen before the screen, whose ``is_attached`` stays true until then.
+    """
+    if isinstance(node, App):
+        return node.is_running
+    return node.is_attached and not cast("Widget", node)._pruning and node.screen in node.app.screen_stack
 
 
 def lay_out(widget: Widget) -> None:

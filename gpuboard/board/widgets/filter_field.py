@@ -201,8 +201,6 @@ class FilterField(Vertical):
         self.set_timer(_NOTE_S, self._draw)
 
         def found(result: tuple[Query[Any], str]) -> None:
-            if not self.is_attached:
-                return
             if text == self._used:
                 self._parsed(*result)
             elif names_groups(self._used):

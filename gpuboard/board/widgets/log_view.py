@@ -162,7 +162,7 @@ class LogView(OnBoard, Widget):
         )
 
     def _read(self, file: LogFile, page: Page | None, shown: Shown | None, gone: str) -> None:
-        if file is not self._file or not self.is_attached:
+        if file is not self._file:
             self.poll()
             return
         self._shown = shown
