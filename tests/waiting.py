@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import AnyStr, TypeVar
 
@@ -107,6 +108,13 @@ def alive(pid: int) -> bool:
 def stopped(pid: int) -> bool:
     """Return whether a process is suspended; after SIGSTOP it is once it leaves an uninterruptible sleep."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def kill_each(pids: Iterable[int]) -> None:
+    """Send SIGKILL to processes, some of which may have ended together with another."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def full_pipe() -> tuple[int, int]:

@@ -16,6 +16,7 @@ import msgspec
 
 from tests.faults.places import MASTER_PORT, TARGET, OneNode, Place, RankMap, TwoNodes
 from tests.nvml import GIB, LOST, Gpu
+from tests.waiting import kill_each
 
 NEVER = r"(?!)"
 _USAGE, _PREFLIGHT = 2, 7  # exit codes of refused launches
@@ -317,9 +318,8 @@ def _other_torch(place: TwoNodes) -> Iterator[object]:
 
 def _cut(place: TwoNodes, _: Launched) -> None:
     """End the ssh sessions on gpu02."""
-    for process in place.cluster["gpu02"].processes(lambda p: p.name.startswith("sshd")):
-        if "-D" not in process.argv:
-            os.kill(process.pid, signal.SIGKILL)
+    sessions = place.cluster["gpu02"].processes(lambda p: p.name.startswith("sshd") and "-D" not in p.argv)
+    kill_each(process.pid for process in sessions)
 
 
 def _silent(place: TwoNodes, _: Launched) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 from tests.hosts import ADDRESSES
 from tests.nodes import Cluster
 from tests.nvml import Gpu
+from tests.waiting import kill_each
 
 TARGET = Path(__file__).parent / "target.py"
 MASTER_PORT = 29511  # for faults of a port that is known before the launch
@@ -131,7 +131,7 @@ class OneNode:
         return found
 
     def clear(self) -> None:
-        _kill(self.left())
+        kill_each(self.left())
         self.begun.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -208,9 +208,3 @@ class TwoNodes:
 
     def close(self) -> None:
         self.cluster.stop()
-
-
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)

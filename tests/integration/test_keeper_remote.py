@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 from gpuboard.keeper import client as keeper
 from tests.integration.keeper_lab import Lab, lab
 from tests.sshd import SSHD, Sshd
-from tests.waiting import until
+from tests.waiting import kill_each, until
 
 __all__ = ["lab"]
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or SSHD is None, reason="needs root and an sshd")
@@ -81,8 +80,7 @@ def test_lost_connection_is_reopened(lab: Lab, sshd: Sshd) -> None:
     script = far_lease(lab, "far4")
     claim = next(lab.claims.iterdir())
     before = claim.stat().st_mtime
-    for session in Path(f"/proc/{sshd.process.pid}/task/{sshd.process.pid}/children").read_text().split():
-        os.kill(int(session), signal.SIGKILL)
+    kill_each(map(int, Path(f"/proc/{sshd.process.pid}/task/{sshd.process.pid}/children").read_text().split()))
     keeper.renew("far4", 3600.0, lab.env)  # sends a heartbeat at once instead of after 30 s
     until(lambda: claim.stat().st_mtime > before)
     script.kill()

@@ -19,7 +19,7 @@ from tests.integration.launch_lab import kill, write_torch
 from tests.integration.test_launch_nodes import HOME, claims, left, put
 from tests.nodes import Cluster
 from tests.nvml import Gpu
-from tests.waiting import read_line, until
+from tests.waiting import kill_each, read_line, until
 
 pytestmark = pytest.mark.nodes
 
@@ -95,8 +95,7 @@ def test_a_run_on_other_nodes_survives_the_reboot_of_the_login_node(lab: Cluster
 
     attached = lab["login2"].popen(["gpuboard", "attach", run["id"]], user="alice")
     assert read_line(attached).endswith("] up\n")
-    for process in login.processes(user="alice"):
-        kill(process.pid)
+    kill_each(process.pid for process in login.processes(user="alice"))
     login.unplug()
     put(gpu01, "end", "")
     until(lambda: run_state(gpu01, run["id"])["state"] == "done", "the run ends", 30)
@@ -124,8 +123,7 @@ def test_a_lease_of_the_shell_is_kept_from_the_node_too_while_the_run_goes_on(la
     run = json.loads(done.stdout)["run"]["id"]
     assert (len(list(login.path("/tmp/own/gpuboard/keeper").glob("*/*.json"))), kept(gpu01)) == (1, [lease])
 
-    for process in login.processes(user="alice"):
-        kill(process.pid)
+    kill_each(process.pid for process in login.processes(user="alice"))
     login.unplug()
     (keeper,) = gpu01.processes(lambda p: p.name == "gpuboard-keeper", user="alice")
     kill(keeper.pid)

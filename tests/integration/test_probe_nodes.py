@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from contextlib import ExitStack
 
@@ -15,7 +13,7 @@ from tests.agent import Agent
 from tests.nodes import Cluster, eight, old_python
 from tests.nvml import GIB, Gpu
 from tests.nvml.direct import DIRECT
-from tests.waiting import Stopwatch, until
+from tests.waiting import Stopwatch, kill_each, until
 
 pytestmark = pytest.mark.nodes
 
@@ -107,8 +105,7 @@ def test_nothing_is_left_on_the_node_when_the_client_is_killed(nodes: Cluster) -
         agent.message()
         assert [p.name for p in gpu01.processes(user="alice") if p.name.startswith("python")]
         killed = Stopwatch()
-        for process in nodes["login1"].processes(lambda p: p.name == "ssh"):
-            os.kill(process.pid, signal.SIGKILL)
+        kill_each(process.pid for process in nodes["login1"].processes(lambda p: p.name == "ssh"))
         until(lambda: not gpu01.processes(user="alice"), "nothing is left there")
         assert killed.stop() < 8.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -13,23 +12,16 @@ import pytest
 from tests.hosts import PATH, Running
 from tests.integration.slurm_leases import all_gone, allocate, do, gpuboard, keepers, left, line_of, shell
 from tests.slurm import SlurmCluster
-from tests.waiting import Stopwatch, until
+from tests.waiting import Stopwatch, kill_each, until
 
 pytestmark = pytest.mark.nodes
 
 SHORT = '[slurm]\nsilence = "9s"\n'  # in place of three minutes: the keeper then sends a heartbeat every 1.5 s
 
 
-def end(*pids: int) -> None:
-    """Kill processes; a keeper's child that has not called exec yet may have ended."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def kill_keeper(slurm: SlurmCluster) -> None:
-    running = until(lambda: keepers(slurm), "a keeper runs")
-    end(*running)
+    running = until(lambda: keepers(slurm), "a keeper runs")  # and perhaps its child, which has not called exec yet
+    kill_each(running)
     # its command line disappears first; until then it accepts connections
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in running), "it has ended")
 
@@ -49,7 +41,7 @@ def running(slurm: SlurmCluster) -> int:
 
 def kill_all(slurm: SlurmCluster, *holders: Running) -> None:
     """Kill keeper and holders at once."""
-    end(*until(lambda: keepers(slurm), "a keeper runs"), *(process.inner for process in holders))
+    kill_each([*until(lambda: keepers(slurm), "a keeper runs"), *(process.inner for process in holders)])
 
 
 def test_jobs_run_with_heartbeats_and_few_queries_and_end_themselves_without(slurm: SlurmCluster) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -19,7 +18,7 @@ from gpuboard.config import Settings
 from gpuboard.model.replies import Touched
 from gpuboard.model.snapshot import NodeView
 from tests.sshd import SSHD, Sshd, children, make_key
-from tests.waiting import Stopwatch, until
+from tests.waiting import Stopwatch, kill_each, until
 
 pytestmark = pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="needs sshd (openssh-server) and root")
 
@@ -63,13 +62,6 @@ def agents(server: Sshd) -> list[int]:
         if b"gpuboard.agent.bundle_loader" in command or b"fake_agent" in command:
             found.append(pid)
     return found
-
-
-def kill(pids: list[int]) -> None:
-    """Kill agents; some may have ended together with another one."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_ports_aliases_includes_and_jumps_through_jumps_are_followed(sshd: Sshd, tmp_path: Path) -> None:
@@ -198,7 +190,7 @@ def test_a_killed_agent_is_replaced_and_readings_continue(sshd: Sshd) -> None:
         it.wait(60)
         first = agents(sshd)
         os.kill(sshd.process.pid, signal.SIGSTOP)  # no new login until the check below
-        kill(first)
+        kill_each(first)
         until(lambda: "killed" in (it.snapshot().nodes[0].error or ""), "its end is seen")
         os.kill(sshd.process.pid, signal.SIGCONT)
         until(lambda: it.snapshot().nodes[0].error in {None, NO_DRIVER}, "a reading of the next one")
@@ -218,7 +210,7 @@ def test_a_one_shot_fleet_connects_again_for_a_call(sshd: Sshd) -> None:
         it.start()
         it.wait(60)
         assert it.call("one", "touch", {"leases": []}, 60, Touched) == Touched([], [], [])
-        kill(agents(sshd))
+        kill_each(agents(sshd))
         until(lambda: it.snapshot().nodes[0].error not in {None, NO_DRIVER}, "its end is seen")
         calls: dict[str, Any] = {"one": ("touch", {"leases": []})}
         until(lambda: isinstance(it.call_all(calls, 60, Touched)["one"], Touched), "an answer again")

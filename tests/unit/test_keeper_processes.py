@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ import pytest
 
 from gpuboard.agent.proc import read_process
 from gpuboard.keeper import processes
-from tests.waiting import read_line, until
+from tests.waiting import kill_each, read_line, until
 
 LEASE = f"t{os.getpid()}"
 
@@ -23,11 +22,7 @@ def started() -> Iterator[list[int]]:
     """Pids to kill at the end."""
     pids: list[int] = []
     yield pids
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    kill_each(pids)
 
 
 def holder_with(script: str) -> tuple[int, int, list[int]]:
