@@ -75,7 +75,7 @@ def test_a_launch_on_two_nodes_runs_and_ends_with_its_head(home: Lab, nodes: Clu
     )
     with home.here.popen([*words, "script.py"]) as process:
         wait_up(process, 2)
-        assert all(len(ranks(nodes[name])) >= 2 for name in NODES)
+        until(lambda: all(len(ranks(nodes[name])) >= 2 for name in NODES), "the ranks' children run", 10)
         process.send_signal(signal.SIGKILL)
         until(lambda: not any(ranks(nodes[name]) for name in NODES), "both nodes are empty", 10)
 
