@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from gpuboard.launch.events import Leaving, Raised
 from gpuboard.launch.stalls.differences import evidence_of, merged, silent_difference
-from gpuboard.launch.stalls.evidence import Collective, ProcessGroup, RankEvidence
+from gpuboard.launch.stalls.evidence import Collective, ProcessGroup, RankEvidence, StackFrame
 
 LABELS = {rank: f"rank {rank} (gpu0{rank + 1}:0)" for rank in range(3)}
 
@@ -42,6 +44,9 @@ def test_what_was_seen_of_a_rank_before_its_end_is_kept() -> None:
     seen = RankEvidence(1, 101, collectives=[ProcessGroup("0", 5, 4, [Collective(5, "all_gather", [[6]])]), subgroup])
     after = merged(raised, seen)
     assert (after.stack, after.collectives) == (raised.stack, seen.collectives), "its process had ended: no stack"
+    ending = [StackFrame("_shutdown", "/usr/lib/python3.11/threading.py", 1553)]
+    assert merged(raised, msgspec.structs.replace(seen, stack=ending)).stack == raised.stack, "its interpreter ended"
+    assert merged(None, msgspec.structs.replace(seen, stack=ending)).stack == ending
     assert merged(seen, raised).collectives == [*(raised.collectives or []), subgroup]
     later = RankEvidence(1, 101, collectives=[ProcessGroup("0", 6, 5)])
     assert merged(raised, later) == later, "the stack is of another call"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from gpuboard.agent.launch.rank.recorder import EQUAL
+from gpuboard.agent.launch.rank.traceback_text import remoteness
 from gpuboard.launch.events import Leaving, Raised
 from gpuboard.launch.stalls.evidence import Collective, ProcessGroup, RankEvidence, StackFrame
 from gpuboard.launch.stalls.waits import DEFAULT_GROUP, Activity, RankStatus, activity, group_of, ranks_label
@@ -54,11 +55,15 @@ def evidence_of(raised: Raised) -> RankEvidence | None:
 
 
 def merged(old: RankEvidence | None, new: RankEvidence) -> RankEvidence:
-    """Return ``new`` with the process groups that only ``old`` has, and with its stack if that is of the same call."""
+    """Return ``new`` with the process groups that only ``old`` has, and with its stack if that is of the same call.
+
+    A rank that was seen as its interpreter ended has no frame of the user's code on its stack.
+    """
     newest = {group.name: group.enqueued for group in new.collectives or ()}
     before = [] if old is None else old.collectives or []
     same = all(newest.get(group.name, group.enqueued) == group.enqueued for group in before)
-    stack = old.stack if old is not None and not new.stack and same else new.stack
+    ended = all(remoteness(frame.file) > 1 for frame in new.stack)
+    stack = old.stack if old is not None and old.stack and ended and same else new.stack
     groups = [*(new.collectives or ()), *(group for group in before if group.name not in newest)]
     return msgspec.structs.replace(new, stack=stack, collectives=groups)
 
